@@ -1,0 +1,1 @@
+//! Nothing but the examples beside this folder lives in this package.

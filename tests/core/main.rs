@@ -1,0 +1,1 @@
+//! Tests of the host core; they need no GPU and no wgpu.

@@ -1,0 +1,1 @@
+//! Nothing but the test binary lives in this package; see `main.rs`.
