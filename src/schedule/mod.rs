@@ -1,0 +1,7 @@
+//! Requests, admission, preemption, and the plan of each step. Knows no wgpu and no bytes of keys or values.
+
+mod step_plan;
+mod work_split;
+
+pub use step_plan::{BlockCopy, LogitRow, StepPlan, TableChange};
+pub use work_split::{DIRECT, DecodeItem, MergeItem, PrefillItem, SplitConfig, WorkSplit};
