@@ -5,8 +5,8 @@ use wgpu::BufferUsages;
 use super::{
     buffers::{GpuError, allocate, bind, create, params},
     kernels::Kernels,
-    matmul::{COLUMNS4_QUANTUM, MAX_TILE_ROWS},
-    weights::{Matrix, Weights},
+    matmul::MAX_TILE_ROWS,
+    weights::{Matrix, Part, Weights, stride_of},
 };
 use crate::config::Config;
 
@@ -169,7 +169,7 @@ impl<'a> Binder<'a> {
     }
 
     fn matmul(&self, matrix: &Matrix, input: &wgpu::Buffer, output: &wgpu::Buffer) -> Vec<wgpu::BindGroup> {
-        let bind_part = |part: &super::weights::Part| {
+        let bind_part = |part: &Part| {
             let resources = [&part.params, &part.buffer, input, output].map(wgpu::Buffer::as_entire_binding);
             bind(self.device, "llama.matmul", &self.kernels.matmul_layout, &resources)
         };
@@ -183,9 +183,8 @@ impl<'a> Binder<'a> {
         inputs: &StepInputs,
         residual: &wgpu::Buffer,
     ) -> Result<Vec<wgpu::BindGroup>, GpuError> {
-        let bind_part = |part: &super::weights::Part| {
-            let stride = part.columns4 * 4;
-            let words = [config.embedding_len, stride, part.first_output, part.first_output + stride];
+        let bind_part = |part: &Part| {
+            let words = [config.embedding_len, part.first_output, part.first_output + part.num_outputs];
             let params = params(self.device, "llama.embed", &words)?;
             let [params, table, residual] =
                 [&params, &part.buffer, residual].map(wgpu::Buffer::as_entire_binding);
@@ -216,9 +215,9 @@ impl<'a> Binder<'a> {
     }
 }
 
-/// Elements from one row of logits to the next: the vocabulary, in whole tiles.
+/// Elements from one row of logits to the next.
 pub(super) fn logit_stride(config: &Config) -> u32 {
-    config.vocab_len.next_multiple_of(4 * COLUMNS4_QUANTUM)
+    stride_of(config.vocab_len as usize) as u32
 }
 
 /// Pairs of a row that are rotated: those of its query and key heads.

@@ -3,7 +3,7 @@
 //! Preference: a hardware adapter, then a software one, native interfaces before OpenGL. Adapters that cannot compute are
 //! not offered.
 
-use super::GpuError;
+use super::{GpuError, matmul::MAX_TILE_ROWS};
 
 /// What the user asked for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -79,6 +79,8 @@ pub struct Gpu {
     pub label: String,
     /// Whether the adapter computes on the CPU.
     pub is_software: bool,
+    /// Rows of the tallest tile that is worth its registers: adapters with short vectors have few of them.
+    pub(super) max_tile_rows: u32,
 }
 
 impl Gpu {
@@ -101,7 +103,8 @@ impl Gpu {
         match pollster::block_on(adapter.request_device(&descriptor)) {
             Ok((device, queue)) => {
                 let is_software = info.device_type == wgpu::DeviceType::Cpu;
-                Ok(Self { device, queue, label: label(&info), is_software })
+                let max_tile_rows = if info.subgroup_max_size <= 4 { MAX_TILE_ROWS / 2 } else { MAX_TILE_ROWS };
+                Ok(Self { device, queue, label: label(&info), is_software, max_tile_rows })
             }
             Err(source) => Err(GpuError::NoDevice { adapter: label(&info), source }),
         }

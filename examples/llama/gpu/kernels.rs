@@ -5,7 +5,7 @@
 
 use std::{cell::OnceCell, collections::HashMap};
 
-use super::matmul::{Store, Tile};
+use super::matmul::{Store, TILE_ROWS, Tile};
 
 /// What a binding is to a kernel.
 #[derive(Clone, Copy)]
@@ -35,9 +35,8 @@ impl Kernels {
     pub(super) fn new(device: &wgpu::Device) -> Self {
         use Access::{Read, Uniform, Write};
         let matmul_layout = layout(device, "llama.matmul", &[Uniform, Read, Read, Write]);
-        let heights = [1, 2, 4, 8, 16];
         let stores = [Store::Set, Store::Add, Store::SiluMul];
-        let tiles = heights.iter().flat_map(|&rows| stores.map(|store| Tile::for_rows(rows, store)));
+        let tiles = TILE_ROWS.into_iter().flat_map(|rows| stores.map(|store| Tile { rows, store }));
         Self {
             embed: kernel(device, "embed", include_str!("../shaders/embed.wgsl"), &[Uniform, Read, Read, Write]),
             rms_norm: kernel(

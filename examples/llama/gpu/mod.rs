@@ -208,11 +208,11 @@ impl GpuModel {
         bindings: &[wgpu::BindGroup],
         num_rows: u32,
     ) {
-        let tile = Tile::for_rows(num_rows, matrix.store);
+        let tile = Tile::for_rows(num_rows, self.gpu.max_tile_rows, matrix.store);
         pass.set_pipeline(self.kernels.matmul(&self.gpu.device, tile));
         for (part, bindings) in matrix.parts.iter().zip(bindings) {
             pass.set_bind_group(0, bindings, &[]);
-            pass.dispatch_workgroups(tile.workgroups_x(part.columns4), num_rows.div_ceil(tile.rows), 1);
+            pass.dispatch_workgroups(Tile::workgroups_x(part.num_groups), num_rows.div_ceil(tile.rows), 1);
         }
     }
 }

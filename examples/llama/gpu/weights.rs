@@ -1,18 +1,15 @@
 //! The model's weights on the device.
 //!
-//! A matrix of the file has one row of inputs per output. Here it is stored the other way round, `[inputs][outputs]`, so
-//! that neighbouring invocations, which make neighbouring outputs, read neighbouring elements. Outputs are padded with
-//! zeros to whole tiles, and a matrix larger than a binding may be is cut into parts by outputs: 128 MiB, the default
-//! limit, hold any model whose one row of 8 outputs fits.
+//! A matrix of the file has one row of inputs per output. Here groups of 32 outputs lie one after the other, and each
+//! group is `[inputs][32 outputs]`, so that neighbouring invocations, which make neighbouring outputs, read neighbouring
+//! elements. The last pair of groups is filled up with zeros. A matrix larger than a binding may be is cut into parts by
+//! outputs: 128 MiB, the default limit, suffice for every model whose single pair of groups fits.
 
 use super::{
     buffers::{GpuError, create, params},
-    matmul::{COLUMNS4_QUANTUM, Store},
+    matmul::{GROUP, Store},
 };
 use crate::{config::Config, error::LoadError, gguf::GgufFile};
-
-/// Outputs that a part has a multiple of.
-const QUANTUM: usize = 4 * COLUMNS4_QUANTUM as usize;
 
 /// A matrix, cut by outputs.
 pub(super) struct Matrix {
@@ -20,13 +17,15 @@ pub(super) struct Matrix {
     pub(super) store: Store,
 }
 
-/// Consecutive outputs of a matrix in one buffer, `[inputs][4 * columns4]`.
+/// Consecutive outputs of a matrix in one buffer.
 pub(super) struct Part {
     pub(super) buffer: wgpu::Buffer,
     /// The kernel's `Params`.
     pub(super) params: wgpu::Buffer,
-    pub(super) columns4: u32,
+    pub(super) num_groups: u32,
+    /// Index of the first output, and how many there are.
     pub(super) first_output: u32,
+    pub(super) num_outputs: u32,
 }
 
 /// One layer's weights.
@@ -101,12 +100,16 @@ impl Uploader<'_> {
             [&q, &k, &v].into_iter().flat_map(|rows| rows_of(rows, embedding)).collect();
         let gate = self.read(&name("ffn_gate"), &[feed_forward, embedding])?;
         let up = self.read(&name("ffn_up"), &[feed_forward, embedding])?;
-        // Four gates, then their four partners: one tile of the kernel holds both.
-        let gate_up: Vec<&[f32]> = rows_of(&gate, embedding)
-            .chunks(4)
-            .zip(rows_of(&up, embedding).chunks(4))
-            .flat_map(|(gates, partners)| [gates, partners].concat())
-            .collect();
+        // A group of gates, then the group of their partners: one tile of the kernel holds both.
+        let padding = vec![0.0; embedding];
+        let whole_groups = |rows| {
+            let mut rows = rows_of(rows, embedding);
+            rows.resize(feed_forward.next_multiple_of(GROUP), &padding);
+            rows
+        };
+        let (gates, partners) = (whole_groups(&gate), whole_groups(&up));
+        let gate_up: Vec<&[f32]> =
+            gates.chunks(GROUP).zip(partners.chunks(GROUP)).flat_map(|(g, p)| [g, p].concat()).collect();
         let attention_output = self.read(&name("attn_output"), &[embedding, query])?;
         let down = self.read(&name("ffn_down"), &[embedding, feed_forward])?;
         Ok(Layer {
@@ -136,8 +139,8 @@ impl Uploader<'_> {
         create(self.device, name, bytemuck::cast_slice(&values))
     }
 
-    /// Uploads the matrix whose outputs have the weights `outputs`; the product of one row with it has `output_len`
-    /// elements.
+    /// Uploads the matrix whose outputs have the weights `outputs`, in whole groups; a row of the activations that it
+    /// makes has `output_len` elements.
     fn matrix(
         &self,
         label: &str,
@@ -148,49 +151,52 @@ impl Uploader<'_> {
         let limits = self.device.limits();
         let max_bytes = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
         let inputs = outputs[0].len();
-        let quantum_bytes = (inputs * QUANTUM * 4) as u64;
-        let part_outputs = (max_bytes / quantum_bytes) as usize * QUANTUM;
+        let pair_bytes = (inputs * 2 * GROUP * 4) as u64;
+        let part_outputs = (max_bytes / pair_bytes) as usize * 2 * GROUP;
         if part_outputs == 0 {
-            let what = "eight outputs of a matrix".to_owned();
-            return Err(GpuError::TooLarge { what, bytes: quantum_bytes, max_bytes });
+            let what = format!("{} outputs of {label}", 2 * GROUP);
+            return Err(GpuError::TooLarge { what, bytes: pair_bytes, max_bytes });
         }
-        let output_stride = output_len.next_multiple_of(QUANTUM);
-        let parts = outputs.chunks(part_outputs).zip(0u32..).map(|(part, index)| {
-            let columns4 = part.len().next_multiple_of(QUANTUM) as u32 / 4;
-            let first_output = index * part_outputs as u32;
-            // A gate and its partner make one element.
-            let output_offset = if store == Store::SiluMul { first_output / 2 } else { first_output };
+        // A gate and its partner make one element.
+        let per_output = if store == Store::SiluMul { 2 } else { 1 };
+        let parts = outputs.chunks(part_outputs).zip((0..).step_by(part_outputs)).map(|(part, first)| {
+            let first_output = first / per_output;
+            let num_outputs = (part.len() / per_output).min(output_len - first_output);
+            let num_groups = part.len().div_ceil(2 * GROUP) * 2;
+            let words = [inputs, num_outputs.div_ceil(4) * 4, stride_of(output_len), first_output];
             Ok(Part {
-                buffer: create(self.device, label, bytemuck::cast_slice(&transpose(part, columns4 as usize * 4)))?,
-                params: params(
-                    self.device,
-                    label,
-                    &[inputs as u32 / 4, columns4, output_stride as u32 / 4, output_offset / 4],
-                )?,
-                columns4,
-                first_output,
+                buffer: create(self.device, label, bytemuck::cast_slice(&in_groups(part, num_groups)))?,
+                params: params(self.device, label, &words.map(|elements| elements as u32 / 4))?,
+                num_groups: num_groups as u32,
+                first_output: first_output as u32,
+                num_outputs: num_outputs as u32,
             })
         });
         Ok(Matrix { parts: parts.collect::<Result<_, GpuError>>()?, store })
     }
 }
 
+/// Elements from one row of `len` elements to the next: whole vec4.
+pub(super) fn stride_of(len: usize) -> usize {
+    len.next_multiple_of(4)
+}
+
 fn rows_of(matrix: &[f32], row_len: usize) -> Vec<&[f32]> {
     matrix.chunks_exact(row_len).collect()
 }
 
-/// `[outputs][inputs]` to `[inputs][stride]`, zeros between the last output and the stride.
-fn transpose(outputs: &[&[f32]], stride: usize) -> Vec<f32> {
-    let mut transposed = vec![0.0; outputs[0].len() * stride];
-    // A few outputs at a time: their rows are read, and the lines they go to written, once.
-    for (group, first) in outputs.chunks(16).zip((0..).step_by(16)) {
-        for (input, line) in transposed.chunks_exact_mut(stride).enumerate() {
-            for (element, output) in line[first..].iter_mut().zip(group) {
+/// `[outputs][inputs]` to `[num_groups][inputs][GROUP]`, zeros after the last output.
+fn in_groups(outputs: &[&[f32]], num_groups: usize) -> Vec<f32> {
+    let inputs = outputs[0].len();
+    let mut grouped = vec![0.0; num_groups * inputs * GROUP];
+    for (outputs, group) in outputs.chunks(GROUP).zip(grouped.chunks_exact_mut(inputs * GROUP)) {
+        for (input, line) in group.chunks_exact_mut(GROUP).enumerate() {
+            for (element, output) in line.iter_mut().zip(outputs) {
                 *element = output[input];
             }
         }
     }
-    transposed
+    grouped
 }
 
 #[cfg(test)]
@@ -198,12 +204,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn transposing_pads_every_input_with_zeros() {
-        let matrix: Vec<f32> = (0..17 * 2).map(|i| i as f32).collect();
-        let transposed = transpose(&rows_of(&matrix, 2), 24);
-        assert_eq!(transposed.len(), 48);
-        assert_eq!([transposed[0], transposed[1], transposed[16]], [0.0, 2.0, 32.0]);
-        assert_eq!([transposed[24], transposed[40]], [1.0, 33.0]);
-        assert!(transposed[17..24].iter().all(|&padding| padding == 0.0));
+    fn outputs_lie_in_groups_and_padding_is_zero() {
+        let matrix: Vec<f32> = (0..33 * 2).map(|i| i as f32).collect();
+        let grouped = in_groups(&rows_of(&matrix, 2), 2);
+        assert_eq!(grouped.len(), 2 * 2 * GROUP);
+        assert_eq!(grouped[..2], [0.0, 2.0]);
+        assert_eq!(grouped[GROUP..GROUP + 2], [1.0, 3.0]);
+        assert_eq!([grouped[2 * GROUP], grouped[3 * GROUP]], [64.0, 65.0]);
+        assert!(grouped[2 * GROUP + 1..3 * GROUP].iter().all(|&padding| padding == 0.0));
     }
 }
