@@ -2,6 +2,8 @@
 
 mod config;
 mod error;
+#[cfg(feature = "wgpu")]
+mod gpu;
 mod ids;
 mod schedule;
 
@@ -15,3 +17,17 @@ pub use schedule::{
     BlockCopy, DIRECT, DecodeItem, LogitRow, MergeItem, PrefillItem, SplitConfig, StepPlan, TableChange,
     WorkSplit,
 };
+
+#[cfg(feature = "wgpu")]
+pub use error::{BindError, DeviceError, PrepareError, RecordError};
+#[cfg(feature = "wgpu")]
+pub use gpu::{
+    AttentionOptions, AttentionStats, BoundTensors, LayerTensors, PagedAttention, PreparedStep, TensorSlice,
+    recommended_features, recommended_limits,
+};
+#[cfg(feature = "wgpu")]
+#[doc(hidden)]
+pub use gpu::shaders;
+/// The wgpu that this version of the library is built on.
+#[cfg(feature = "wgpu")]
+pub use wgpu;
