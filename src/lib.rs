@@ -11,9 +11,10 @@ pub use config::{
     ArenaLayout, BlockLayout, CacheConfig, DEFAULT_BLOCK_SIZE, DEFAULT_MAX_SEQUENCES, KvFormat, KvPart,
     KvType, MAX_ARENA_BYTES, MAX_BLOCK_SIZE, MAX_HEAD_DIM, ModelShape,
 };
-pub use error::{CacheError, CommitError, ConfigError, Error};
+pub use error::{CacheError, CommitError, ConfigError, Error, RequestError};
 pub use ids::{BlockId, PADDING_SLOT, RequestId, SequenceId, StepId, TableId, TokenId};
 pub use schedule::{
-    DIRECT, DecodeItem, LogitRow, MergeItem, PrefillItem, SplitConfig, StepBuilder, StepPlan, TableChange,
-    WorkSplit,
+    Admission, DIRECT, DecodeItem, FinishReason, LogitRow, MergeItem, PrefillItem, Request, RowResult,
+    Schedule, Scheduler, SchedulerConfig, SchedulerStats, SplitConfig, StepBuilder, StepEvent, StepPlan,
+    TableChange, WaitReason, WorkSplit,
 };

@@ -1,1 +1,4 @@
 //! Tests of the host core; they need no GPU and no wgpu.
+#![allow(clippy::unwrap_used)]
+
+mod scenarios;
