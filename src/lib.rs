@@ -3,6 +3,7 @@
 mod config;
 mod error;
 mod ids;
+pub mod reference;
 mod schedule;
 
 pub use config::{
