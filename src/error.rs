@@ -3,6 +3,7 @@
 //! User mistakes and device limits are errors. A full pool is not: the scheduler waits or preempts. A broken invariant
 //! is neither: it panics in debug builds and comes back as a poisoned cache in release builds.
 
+use crate::ids::{SequenceId, StepId, TableId};
 use std::fmt;
 
 /// Why a cache cannot have the asked shape or size.
@@ -98,3 +99,218 @@ impl fmt::Display for ConfigError {
 }
 
 impl std::error::Error for ConfigError {}
+
+/// Why the cache refuses an operation. Nothing has changed then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum CacheError {
+    /// The pool has too few free blocks.
+    NoFreeBlocks {
+        /// Blocks needed.
+        needed: u32,
+        /// Blocks free.
+        available: u32,
+    },
+    /// A table cannot hold that many tokens.
+    ExceedsTable {
+        /// Tokens asked for.
+        tokens: u32,
+        /// Tokens that the table may grow to.
+        max_tokens: u32,
+    },
+    /// All block tables are taken.
+    NoFreeTable {
+        /// Tables of the cache.
+        max_sequences: u32,
+    },
+    /// The table was released.
+    UnknownTable {
+        /// The stale id.
+        table: TableId,
+    },
+    /// The outstanding step writes through the table.
+    InStep {
+        /// The table.
+        table: TableId,
+        /// The step.
+        step: StepId,
+    },
+    /// A position beyond the table's length.
+    BeyondLength {
+        /// Tokens asked for.
+        tokens: u32,
+        /// Tokens in the table.
+        len: u32,
+    },
+    /// A push of no tokens.
+    NoTokens {
+        /// The table.
+        table: TableId,
+    },
+    /// Logits asked for rows that the step does not have.
+    NoSuchRow {
+        /// First row.
+        row: u32,
+        /// Number of rows.
+        num_rows: u32,
+        /// Rows of the step.
+        rows: u32,
+    },
+    /// An invariant was found broken; the cache must be dropped. Please report it with the numbers.
+    Poisoned {
+        /// Which one.
+        what: &'static str,
+        /// Blocks of the pool.
+        num_blocks: u32,
+        /// Blocks on the free list.
+        free: u32,
+        /// Blocks counted as held.
+        held: u32,
+    },
+}
+
+impl fmt::Display for CacheError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoFreeBlocks { needed, available } => {
+                write!(f, "{needed} blocks are needed and {available} are free")
+            }
+            Self::ExceedsTable { tokens, max_tokens } => {
+                write!(f, "{tokens} tokens exceed the {max_tokens} that the block table was declared to hold")
+            }
+            Self::NoFreeTable { max_sequences } => write!(f, "all {max_sequences} block tables are taken"),
+            Self::UnknownTable { table } => write!(f, "{table:?} was released"),
+            Self::InStep { table, step } => {
+                write!(f, "{table:?} is written by step {}, which is outstanding", step.raw())
+            }
+            Self::BeyondLength { tokens, len } => {
+                write!(f, "position {tokens} is beyond the {len} tokens of the table")
+            }
+            Self::NoTokens { table } => write!(f, "no tokens were pushed to {table:?}"),
+            Self::NoSuchRow { row, num_rows, rows } => {
+                write!(f, "logits asked for {num_rows} rows from {row} on, of a step with {rows}")
+            }
+            Self::Poisoned { what, num_blocks, free, held } => {
+                write!(
+                    f,
+                    "the cache is poisoned: {what}; of {num_blocks} blocks {free} are free and {held} held"
+                )
+            }
+        }
+    }
+}
+
+impl std::error::Error for CacheError {}
+
+/// Why a plan cannot be committed. The step, if it is outstanding, is rolled back by the next `schedule`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum CommitError {
+    /// The plan is not the outstanding one: it was rolled back, or committed before.
+    StalePlan {
+        /// The plan's step.
+        step: StepId,
+    },
+    /// Another cache made the plan.
+    ForeignPlan {
+        /// The plan's cache.
+        plan: u64,
+        /// This cache.
+        cache: u64,
+    },
+    /// Not one result per logit row.
+    ResultCount {
+        /// Logit rows of the plan.
+        expected: usize,
+        /// Results given.
+        actual: usize,
+    },
+    /// More drafts were accepted than the row had.
+    TooManyAccepted {
+        /// The sequence.
+        sequence: SequenceId,
+        /// Drafts accepted.
+        accepted: u32,
+        /// Drafts planned.
+        drafts: u32,
+    },
+    /// The cache refused; see there.
+    Cache(CacheError),
+}
+
+impl fmt::Display for CommitError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::StalePlan { step } => {
+                write!(f, "step {} is not outstanding: it was committed or rolled back", step.raw())
+            }
+            Self::ForeignPlan { plan, cache } => {
+                write!(f, "the plan belongs to cache {plan}, not to cache {cache}")
+            }
+            Self::ResultCount { expected, actual } => {
+                write!(f, "{actual} results were given for {expected} logit rows")
+            }
+            Self::TooManyAccepted { sequence, accepted, drafts } => {
+                write!(f, "{accepted} of {drafts} drafts of sequence {sequence} were accepted")
+            }
+            Self::Cache(error) => error.fmt(f),
+        }
+    }
+}
+
+impl std::error::Error for CommitError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Cache(error) => Some(error),
+            _ => None,
+        }
+    }
+}
+
+impl From<CacheError> for CommitError {
+    fn from(error: CacheError) -> Self {
+        Self::Cache(error)
+    }
+}
+
+macro_rules! umbrella {
+    ($($(#[$doc:meta])* $variant:ident($error:ty)),+ $(,)?) => {
+        /// Any error of this crate, for callers that handle them alike.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[non_exhaustive]
+        pub enum Error {
+            $($(#[$doc])* $variant($error),)+
+        }
+
+        impl fmt::Display for Error {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                match self {
+                    $(Self::$variant(error) => error.fmt(f),)+
+                }
+            }
+        }
+
+        impl std::error::Error for Error {
+            fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+                match self {
+                    $(Self::$variant(error) => Some(error),)+
+                }
+            }
+        }
+
+        $(impl From<$error> for Error {
+            fn from(error: $error) -> Self {
+                Self::$variant(error)
+            }
+        })+
+    };
+}
+
+umbrella! {
+    /// A shape or size.
+    Config(ConfigError),
+    /// An operation on the cache.
+    Cache(CacheError),
+    /// A commit.
+    Commit(CommitError),
+}
