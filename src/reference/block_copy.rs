@@ -1,7 +1,7 @@
 //! Twin of `block_copy`: copies whole blocks, all layers, before a step writes anything.
 
+use crate::BlockCopy;
 use crate::reference::CpuCache;
-use crate::schedule::BlockCopy;
 
 /// Copies each pair's source block over its destination, all layers, keys and values, bit for bit.
 ///

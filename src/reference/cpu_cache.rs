@@ -14,7 +14,7 @@ pub struct CpuCache {
     num_query_heads: u32,
     max_sequences: u32,
     table_entries: u32,
-    fingerprint: u64,
+    pub(super) fingerprint: u64,
     words: Vec<u32>,
     tables: Vec<u32>,
 }

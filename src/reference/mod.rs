@@ -42,3 +42,6 @@ pub use dense::{DenseInputs, DenseOutput, dense_attention};
 pub use f16::{f16_bits_to_f32, f32_to_f16_bits};
 pub use parts::{DecodePart, PrefillPart, decode_parts, prefill_parts};
 pub use rows::{Rows, RowsMut};
+
+#[cfg(test)]
+mod tests;
