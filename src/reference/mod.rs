@@ -15,6 +15,38 @@
 //! write, into pieces that an application may hand to threads of its own; [`attention`] runs everything in place.
 //!
 //! Not here: scheduling, sampling, and anything about devices.
+//!
+//! One step of one layer, with the keys and values of a prompt of three tokens:
+//!
+//! ```
+//! use paged_kv::reference::{self, AttentionInputs, CpuCache, Rows, RowsMut};
+//! use paged_kv::{CacheConfig, KvCache, KvType, ModelShape, StepBuilder, WorkSplit};
+//!
+//! let shape = ModelShape { num_layers: 1, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
+//! let config = CacheConfig::for_blocks(4, &shape, KvType::F16)?;
+//! let mut cache = KvCache::new(config);
+//! let mut cpu = CpuCache::new(&shape, &config);
+//! let mut split = WorkSplit::default();
+//!
+//! let sequence = cache.create(64)?;
+//! let mut step = StepBuilder::new(&mut cache);
+//! step.push(sequence, &[11, 12, 13])?;
+//! let plan = step.finish();
+//!
+//! // Once per step.
+//! cpu.apply_table_changes(&plan);
+//! reference::block_copy(&mut cpu, plan.block_copies());
+//! split.split(&plan, &cpu.split_config(1));
+//! // Once per layer.
+//! let (query, key, value) = ([0.0; 3 * 16], [1.0; 3 * 8], [0.5; 3 * 8]);
+//! reference::append(&mut cpu, 0, plan.slot_mapping(), Rows::new(&key, 8), Rows::new(&value, 8));
+//! let inputs = AttentionInputs::new(&cpu, &plan, 0, Rows::new(&query, 16));
+//! let mut output = [0.0; 3 * 16];
+//! reference::attention(&inputs, &split, &mut RowsMut::new(&mut output, 16), &mut Vec::new());
+//! assert_eq!(output, [0.5; 3 * 16]);
+//! cache.commit_step(plan)?;
+//! # Ok::<(), paged_kv::Error>(())
+//! ```
 
 mod append;
 mod attention;

@@ -27,6 +27,21 @@ pub struct PrefillPart<'a> {
 }
 
 /// Cuts decode items into at most `num_parts` parts of about equal work.
+///
+/// ```
+/// # use paged_kv::reference::{AttentionInputs, RowsMut, attention_decode, decode_parts};
+/// # use paged_kv::DecodeItem;
+/// fn decode(inputs: &AttentionInputs, items: &[DecodeItem], output: RowsMut, partials: RowsMut) {
+///     let parts = decode_parts(inputs, items, output, partials, 4);
+///     std::thread::scope(|scope| {
+///         for mut part in parts {
+///             scope.spawn(move || {
+///                 attention_decode(inputs, part.items, &mut part.output, &mut part.partials);
+///             });
+///         }
+///     });
+/// }
+/// ```
 pub fn decode_parts<'a>(
     inputs: &AttentionInputs<'_>,
     items: &'a [DecodeItem],
