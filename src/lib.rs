@@ -4,6 +4,7 @@ mod cache;
 mod config;
 mod error;
 mod ids;
+pub mod reference;
 mod schedule;
 
 pub use cache::{BlockCopy, CacheStats, KvCache};

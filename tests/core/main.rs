@@ -1,4 +1,5 @@
 //! Tests of the host core; they need no GPU and no wgpu.
 #![allow(clippy::unwrap_used)]
 
+mod reference;
 mod scenarios;
