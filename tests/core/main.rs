@@ -2,4 +2,6 @@
 #![allow(clippy::unwrap_used)]
 
 mod reference;
+mod reference_bugs;
+mod rig;
 mod scenarios;
