@@ -38,7 +38,7 @@ pub fn recommended_features(adapter: &wgpu::Adapter) -> Features {
 /// What the library needs to know about a device.
 #[derive(Clone, Debug)]
 pub(super) struct Capabilities {
-
+    /// Most bytes of a storage buffer and its binding.
     pub(super) max_binding_bytes: u64,
     /// Workgroups per dimension of a dispatch.
     pub(super) max_workgroups: u32,
