@@ -57,7 +57,7 @@ impl ModelShape {
                 return Err(ConfigError::Zero { field });
             }
         }
-        if self.num_query_heads % self.num_kv_heads != 0 {
+        if !self.num_query_heads.is_multiple_of(self.num_kv_heads) {
             return Err(ConfigError::HeadRatio {
                 num_query_heads: self.num_query_heads,
                 num_kv_heads: self.num_kv_heads,
@@ -68,7 +68,7 @@ impl ModelShape {
 }
 
 fn validate_head_dim(head_dim: u32) -> Result<(), ConfigError> {
-    if head_dim == 0 || head_dim > MAX_HEAD_DIM || head_dim % 8 != 0 {
+    if head_dim == 0 || head_dim > MAX_HEAD_DIM || !head_dim.is_multiple_of(8) {
         return Err(ConfigError::HeadDim { head_dim, max: MAX_HEAD_DIM });
     }
     Ok(())

@@ -5,6 +5,7 @@
 //!
 //! Rows are the step's new tokens, sequence after sequence; padding rows, if any, come last and belong to no sequence.
 
+use crate::cache::BlockCopy;
 use crate::ids::{SequenceId, StepId};
 
 /// A run of consecutive block-table entries that changed since the last committed step.
@@ -18,16 +19,6 @@ pub struct TableChange {
     pub start: u32,
     /// Number of entries.
     pub len: u32,
-}
-
-/// One block copied into another, all layers: a copy-on-write.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(C)]
-pub struct BlockCopy {
-    /// Block read.
-    pub source: u32,
-    /// Block written.
-    pub destination: u32,
 }
 
 /// Rows whose logits the application must compute, for one sample.

@@ -1,1 +1,3 @@
 //! Tests of the device part.
+
+mod device;
