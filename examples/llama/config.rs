@@ -7,6 +7,9 @@ use crate::{
     gguf::{GgufFile, bad_value},
 };
 
+/// Elements of f32 in 256 bytes, the largest alignment that a device may ask of a storage binding.
+const PART_ALIGNMENT: u32 = 64;
+
 /// Sizes and constants of one model. Counts are of elements unless they say otherwise.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
@@ -104,6 +107,22 @@ impl Config {
         self.num_kv_heads * self.head_dim
     }
 
+    /// Where keys begin in a row that holds queries, then keys, then values: each part starts on a multiple of 256 bytes,
+    /// so that it can be bound by itself on every device.
+    pub fn key_start(&self) -> u32 {
+        self.query_len().next_multiple_of(PART_ALIGNMENT)
+    }
+
+    /// Where values begin in such a row.
+    pub fn value_start(&self) -> u32 {
+        self.key_start() + self.kv_len().next_multiple_of(PART_ALIGNMENT)
+    }
+
+    /// Elements from one such row to the next.
+    pub fn query_key_value_len(&self) -> u32 {
+        self.value_start() + self.kv_len().next_multiple_of(PART_ALIGNMENT)
+    }
+
     /// Cosine and sine of every rotation, `[num_positions][rope_dim / 2]`: pair `i` of a head turns by
     /// `position * base^(-2 i / rope_dim) / factor_i` (RoFormer, section 3.4.2), worked out in f64.
     ///
@@ -146,5 +165,48 @@ fn positive(file: &GgufFile, key: &str) -> Result<u32, LoadError> {
 }
 
 fn quotient(what: &'static str, value: u32, of: u32) -> Result<u32, LoadError> {
-    if of == 0 || !value.is_multiple_of(of) { Err(LoadError::NotMultiple { what, value, of }) } else { Ok(value / of) }
+    if of == 0 || !value.is_multiple_of(of) {
+        Err(LoadError::NotMultiple { what, value, of })
+    } else {
+        Ok(value / of)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CONFIG: Config = Config {
+        num_layers: 1,
+        embedding_len: 24,
+        feed_forward_len: 64,
+        num_query_heads: 3,
+        num_kv_heads: 1,
+        head_dim: 8,
+        rope_dim: 8,
+        rope_base: 10_000.0,
+        rms_epsilon: 1e-5,
+        context_len: 32,
+        vocab_len: 257,
+    };
+
+    #[test]
+    fn queries_keys_and_values_of_a_row_can_be_bound_apart() {
+        assert_eq!((CONFIG.query_len(), CONFIG.kv_len()), (24, 8));
+        assert_eq!((CONFIG.key_start(), CONFIG.value_start(), CONFIG.query_key_value_len()), (64, 128, 192));
+    }
+
+    #[test]
+    fn a_pair_turns_by_its_position_times_its_frequency() {
+        let rotations = CONFIG.rotations(3, None);
+        assert_eq!(rotations.len(), 3 * 4);
+        assert_eq!(rotations[..4], [[1.0, 0.0]; 4]);
+        // Position 2, pair 1: base^(-2 / 8) = 1/10.
+        assert_eq!(rotations[2 * 4 + 1], [0.2f64.cos() as f32, 0.2f64.sin() as f32]);
+        let factors = [1.0, 2.0, 1.0, 1.0];
+        assert_eq!(
+            CONFIG.rotations(3, Some(&factors))[2 * 4 + 1],
+            [0.1f64.cos() as f32, 0.1f64.sin() as f32]
+        );
+    }
 }

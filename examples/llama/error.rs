@@ -5,6 +5,12 @@
 
 use std::{fmt, io};
 
+use paged_kv::{
+    BindError, CommitError, ConfigError, DeviceError, PrepareError, RecordError, RequestError, WaitReason,
+};
+
+use crate::gpu::GpuError;
+
 /// Why a GGUF file cannot be used as a model.
 #[derive(Debug)]
 #[non_exhaustive]
@@ -95,7 +101,10 @@ impl fmt::Display for LoadError {
             Self::Io { file, source } => write!(out, "cannot read {file}: {source}"),
             Self::NotGguf { file } => write!(out, "{file} is not a GGUF file"),
             Self::Truncated { file, needed_bytes: Some(needed), actual_bytes } => {
-                write!(out, "{file} is truncated: its header describes {needed} bytes, the file has {actual_bytes}")
+                write!(
+                    out,
+                    "{file} is truncated: its header describes {needed} bytes, the file has {actual_bytes}"
+                )
             }
             Self::Truncated { file, needed_bytes: None, actual_bytes } => {
                 write!(out, "{file} is truncated: it ends within its header, after {actual_bytes} bytes")
@@ -115,7 +124,10 @@ impl fmt::Display for LoadError {
             }
             Self::MissingTensor { name } => write!(out, "the model has no tensor {name}"),
             Self::WrongShape { name, expected, found } => {
-                write!(out, "the model's tensor {name} has shape {found:?}, its metadata asks for {expected:?}")
+                write!(
+                    out,
+                    "the model's tensor {name} has shape {found:?}, its metadata asks for {expected:?}"
+                )
             }
             Self::Tokenizer { reason } => write!(out, "the model's tokenizer cannot be built: {reason}"),
         }
@@ -129,5 +141,127 @@ impl std::error::Error for LoadError {
             Self::Malformed { source, .. } => Some(source),
             _ => None,
         }
+    }
+}
+
+/// Why a model does not run.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum RunError {
+    /// The model file cannot be used.
+    Load(LoadError),
+    /// The device lacks something, or failed.
+    Gpu(GpuError),
+    /// The cache cannot have this shape or size, or the options contradict each other.
+    Config(ConfigError),
+    /// A prompt cannot be taken.
+    Request(RequestError),
+    /// The cache's device part refuses the device or a step.
+    Attention(Box<dyn std::error::Error + Send + Sync>),
+    /// A product on the CPU failed.
+    Cpu(candle_core::Error),
+    /// Requests wait although nothing runs.
+    Stuck {
+        /// What for.
+        reason: WaitReason,
+    },
+}
+
+impl RunError {
+    /// Whether the user's input is to blame, rather than the device or this program.
+    pub fn is_wrong_input(&self) -> bool {
+        matches!(self, Self::Load(_) | Self::Config(_) | Self::Request(_))
+    }
+}
+
+impl fmt::Display for RunError {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Load(error) => error.fmt(out),
+            Self::Gpu(error) => error.fmt(out),
+            Self::Config(error) => error.fmt(out),
+            Self::Request(error) => error.fmt(out),
+            Self::Attention(error) => error.fmt(out),
+            Self::Cpu(error) => write!(out, "a product failed: {error}"),
+            Self::Stuck { reason } => write!(out, "nothing runs and requests wait: {reason:?}"),
+        }
+    }
+}
+
+impl std::error::Error for RunError {}
+
+impl From<LoadError> for RunError {
+    fn from(error: LoadError) -> Self {
+        Self::Load(error)
+    }
+}
+
+impl From<GpuError> for RunError {
+    fn from(error: GpuError) -> Self {
+        match error {
+            GpuError::Load(error) => Self::Load(error),
+            error => Self::Gpu(error),
+        }
+    }
+}
+
+impl From<candle_core::Error> for RunError {
+    fn from(error: candle_core::Error) -> Self {
+        Self::Cpu(error)
+    }
+}
+
+impl From<ConfigError> for RunError {
+    fn from(error: ConfigError) -> Self {
+        Self::Config(error)
+    }
+}
+
+impl From<RequestError> for RunError {
+    fn from(error: RequestError) -> Self {
+        Self::Request(error)
+    }
+}
+
+impl From<paged_kv::Error> for RunError {
+    fn from(error: paged_kv::Error) -> Self {
+        match error {
+            paged_kv::Error::Config(error) => Self::Config(error),
+            paged_kv::Error::Request(error) => Self::Request(error),
+            error => Self::Attention(Box::new(error)),
+        }
+    }
+}
+
+impl From<DeviceError> for RunError {
+    fn from(error: DeviceError) -> Self {
+        match error {
+            DeviceError::Config(error) => Self::Config(error),
+            error => Self::Attention(Box::new(error)),
+        }
+    }
+}
+
+impl From<BindError> for RunError {
+    fn from(error: BindError) -> Self {
+        Self::Attention(Box::new(error))
+    }
+}
+
+impl From<PrepareError> for RunError {
+    fn from(error: PrepareError) -> Self {
+        Self::Attention(Box::new(error))
+    }
+}
+
+impl From<RecordError> for RunError {
+    fn from(error: RecordError) -> Self {
+        Self::Attention(Box::new(error))
+    }
+}
+
+impl From<CommitError> for RunError {
+    fn from(error: CommitError) -> Self {
+        Self::Attention(Box::new(error))
     }
 }

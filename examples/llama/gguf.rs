@@ -86,7 +86,8 @@ impl GgufFile {
 
     /// First byte after a tensor, counted from the start of the file; `None` if that is beyond any file.
     fn tensor_end(&self, info: &candle_core::quantized::gguf_file::TensorInfo) -> Option<u64> {
-        let elements = info.shape.dims().iter().try_fold(1u64, |product, &dim| product.checked_mul(dim as u64))?;
+        let elements =
+            info.shape.dims().iter().try_fold(1u64, |product, &dim| product.checked_mul(dim as u64))?;
         let blocks = elements.div_ceil(info.ggml_dtype.block_size() as u64);
         let bytes = blocks.checked_mul(info.ggml_dtype.type_size() as u64)?;
         self.content.tensor_data_offset.checked_add(info.offset)?.checked_add(bytes)

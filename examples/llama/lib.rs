@@ -7,11 +7,17 @@
 //! |---|---|
 //! | [`gguf`], [`config`] | the file: metadata, tensors as f32, sizes checked |
 //! | [`tokenizer`], [`chat`] | text to tokens and back; turns of a conversation |
-//! | [`gpu`] | weights, kernels and one step's recording on a device |
+//! | [`gpu`] | weights, kernels and one step's recording on a device, attention left out |
+//! | [`cpu`] | the same on the CPU |
+//! | [`attention`] | where model and cache meet: one step on either device |
 //! | [`sample`] | the next token from a row of logits |
+//! | [`engine`] | the loop: schedule, compute, choose, commit |
 
+pub mod attention;
 pub mod chat;
 pub mod config;
+pub mod cpu;
+pub mod engine;
 pub mod error;
 pub mod gguf;
 pub mod gpu;

@@ -89,7 +89,11 @@ impl Tokenizer {
             .add_special_tokens(special.iter().map(|&id| AddedToken::from(tokens[id as usize], true)))
             .map_err(tokenizer_error)?;
         let token_bytes = tokens.iter().zip(0u32..).map(|(text, id)| {
-            if special.contains(&id) { text.as_bytes().into() } else { text.chars().flat_map(char_bytes).collect() }
+            if special.contains(&id) {
+                text.as_bytes().into()
+            } else {
+                text.chars().flat_map(char_bytes).collect()
+            }
         });
         Ok(Self {
             encoder: Some(Box::new(encoder)),

@@ -104,8 +104,7 @@ impl Activations {
         let every_row = create(device, "llama.every_row", bytemuck::cast_slice(&every_row))?;
         let residual = tensor("llama.residual", rows, config.embedding_len)?;
         let normed = tensor("llama.normed", rows.max(logit_rows), config.embedding_len)?;
-        let query_key_value =
-            tensor("llama.query_key_value", rows, config.query_len() + 2 * config.kv_len())?;
+        let query_key_value = tensor("llama.query_key_value", rows, config.query_key_value_len())?;
         let attended = tensor("llama.attended", rows, config.query_len())?;
         let hidden = tensor("llama.hidden", rows, config.feed_forward_len)?;
         let logits = tensor("llama.logits", logit_rows, logit_stride(config))?;
@@ -204,8 +203,10 @@ impl<'a> Binder<'a> {
         let words = [
             config.rope_dim / 2,
             config.head_dim / 2,
-            rotated_pairs(config),
-            (config.query_len() + 2 * config.kv_len()) / 2,
+            config.num_query_heads,
+            config.num_query_heads + config.num_kv_heads,
+            config.key_start() / 2,
+            config.query_key_value_len() / 2,
         ];
         let params = params(self.device, "llama.rope", &words)?;
         let [params, rotations, query_key_value] =

@@ -1,21 +1,9 @@
 //! Which adapter to use, and opening it.
 //!
-//! Preference: a hardware adapter, then a software one, native interfaces before OpenGL. Adapters that cannot compute are
-//! not offered.
+//! A hardware adapter is preferred to a software one. OpenGL is looked at only when no other interface has what was asked
+//! for: its drivers are the last to get computing right. Adapters that cannot compute are not offered.
 
 use super::{GpuError, matmul::MAX_TILE_ROWS};
-
-/// What the user asked for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum DeviceChoice {
-    /// A hardware adapter, else a software adapter, else the CPU twins.
-    #[default]
-    Auto,
-    /// Any adapter.
-    Gpu,
-    /// The CPU twins.
-    Cpu,
-}
 
 /// The adapters of this machine that can compute, best first.
 #[derive(Debug)]
@@ -24,32 +12,36 @@ pub struct Adapters {
 }
 
 impl Adapters {
-    /// Asks every backend.
-    pub fn find() -> Self {
+    /// The adapters whose [label](Self::labels) contains `name_part`, upper and lower case being the same; all adapters if
+    /// it is `None`.
+    pub fn find(name_part: Option<&str>) -> Self {
+        let part = name_part.unwrap_or_default().to_lowercase();
+        let native = Self::of(wgpu::Backends::all() - wgpu::Backends::GL, &part);
+        if native.adapters.is_empty() { Self::of(wgpu::Backends::GL, &part) } else { native }
+    }
+
+    fn of(backends: wgpu::Backends, part: &str) -> Self {
         let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
+        descriptor.backends = backends;
         // Validation layers cost time and are not what this program is for.
         descriptor.flags = wgpu::InstanceFlags::empty();
         let instance = wgpu::Instance::new(descriptor);
-        let mut adapters = pollster::block_on(instance.enumerate_adapters(wgpu::Backends::all()));
+        let mut adapters = pollster::block_on(instance.enumerate_adapters(backends));
         adapters.retain(|adapter| {
-            let capabilities = adapter.get_downlevel_capabilities();
-            capabilities.flags.contains(wgpu::DownlevelFlags::COMPUTE_SHADERS)
+            let flags = adapter.get_downlevel_capabilities().flags;
+            let named = label(&adapter.get_info()).to_lowercase().contains(part);
+            flags.contains(wgpu::DownlevelFlags::COMPUTE_SHADERS) && named
         });
-        adapters.sort_by_key(|adapter| {
-            let info = adapter.get_info();
-            (rank(info.device_type), info.backend == wgpu::Backend::Gl)
-        });
+        adapters.sort_by_key(|adapter| rank(adapter.get_info().device_type));
         Self { adapters }
     }
 
-    /// The best adapter whose [label](Self::labels) contains `name_part`, upper and lower case being the same; the best of
-    /// all if there is no `name_part`.
-    pub fn choose(&self, name_part: Option<&str>) -> Option<&wgpu::Adapter> {
-        let part = name_part.unwrap_or_default().to_lowercase();
-        self.adapters.iter().find(|adapter| label(&adapter.get_info()).to_lowercase().contains(&part))
+    /// The best of them.
+    pub fn best(&self) -> Option<&wgpu::Adapter> {
+        self.adapters.first()
     }
 
-    /// Names of all adapters, each with its interface: `llvmpipe (LLVM 15.0.6, 256 bits) on Vulkan`.
+    /// Their names, each with its interface: `llvmpipe (LLVM 15.0.6, 256 bits) on vulkan`.
     pub fn labels(&self) -> Vec<String> {
         self.adapters.iter().map(|adapter| label(&adapter.get_info())).collect()
     }
@@ -89,23 +81,23 @@ impl Gpu {
     /// # Errors
     /// [`GpuError::NoDevice`].
     pub fn open(adapter: &wgpu::Adapter) -> Result<Self, GpuError> {
-        let info = adapter.get_info();
-        let available = adapter.limits();
+        // wgpu's defaults, or less where an interface such as OpenGL offers less.
+        let base_limits = wgpu::Limits::default().or_worse_values_from(&adapter.limits());
         let descriptor = wgpu::DeviceDescriptor {
             label: Some("llama"),
-            required_limits: wgpu::Limits {
-                max_storage_buffer_binding_size: available.max_storage_buffer_binding_size,
-                max_buffer_size: available.max_buffer_size,
-                ..wgpu::Limits::default()
-            },
+            required_features: paged_kv::recommended_features(adapter),
+            required_limits: paged_kv::recommended_limits(adapter, base_limits),
             ..Default::default()
         };
+        let info = adapter.get_info();
         match pollster::block_on(adapter.request_device(&descriptor)) {
-            Ok((device, queue)) => {
-                let is_software = info.device_type == wgpu::DeviceType::Cpu;
-                let max_tile_rows = if info.subgroup_max_size <= 4 { MAX_TILE_ROWS / 2 } else { MAX_TILE_ROWS };
-                Ok(Self { device, queue, label: label(&info), is_software, max_tile_rows })
-            }
+            Ok((device, queue)) => Ok(Self {
+                device,
+                queue,
+                label: label(&info),
+                is_software: info.device_type == wgpu::DeviceType::Cpu,
+                max_tile_rows: if info.subgroup_max_size <= 4 { MAX_TILE_ROWS / 2 } else { MAX_TILE_ROWS },
+            }),
             Err(source) => Err(GpuError::NoDevice { adapter: label(&info), source }),
         }
     }

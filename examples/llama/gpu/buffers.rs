@@ -64,7 +64,6 @@ impl From<LoadError> for GpuError {
     }
 }
 
-
 /// A storage buffer with `contents`.
 pub(super) fn create(device: &wgpu::Device, label: &str, contents: &[u8]) -> Result<wgpu::Buffer, GpuError> {
     let descriptor = descriptor(label, contents.len() as u64, wgpu::BufferUsages::STORAGE, true);
@@ -88,7 +87,9 @@ pub(super) fn allocate(
 /// A uniform buffer that never changes.
 pub(super) fn params(device: &wgpu::Device, label: &str, words: &[u32]) -> Result<wgpu::Buffer, GpuError> {
     let bytes: &[u8] = bytemuck::cast_slice(words);
-    let buffer = checked(device, &descriptor(label, 16, wgpu::BufferUsages::UNIFORM, true))?;
+    // Uniform structs come in steps of 16 bytes.
+    let size = bytes.len().next_multiple_of(16) as u64;
+    let buffer = checked(device, &descriptor(label, size, wgpu::BufferUsages::UNIFORM, true))?;
     let lost = |error: wgpu::MapRangeError| GpuError::Lost { reason: error.to_string() };
     buffer.get_mapped_range_mut(..bytes.len() as u64).map_err(lost)?.copy_from_slice(bytes);
     buffer.unmap();

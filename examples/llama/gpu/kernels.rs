@@ -38,7 +38,12 @@ impl Kernels {
         let stores = [Store::Set, Store::Add, Store::SiluMul];
         let tiles = TILE_ROWS.into_iter().flat_map(|rows| stores.map(|store| Tile { rows, store }));
         Self {
-            embed: kernel(device, "embed", include_str!("../shaders/embed.wgsl"), &[Uniform, Read, Read, Write]),
+            embed: kernel(
+                device,
+                "embed",
+                include_str!("../shaders/embed.wgsl"),
+                &[Uniform, Read, Read, Write],
+            ),
             rms_norm: kernel(
                 device,
                 "rms_norm",
@@ -91,7 +96,8 @@ fn layout(device: &wgpu::Device, label: &str, bindings: &[Access]) -> wgpu::Bind
             count: None,
         })
         .collect();
-    device.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: Some(label), entries: &entries })
+    device
+        .create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: Some(label), entries: &entries })
 }
 
 fn pipeline_layout(

@@ -21,7 +21,7 @@ mod weights;
 
 use std::fmt;
 
-pub use adapter::{Adapters, DeviceChoice, Gpu};
+pub use adapter::{Adapters, Gpu};
 pub use buffers::GpuError;
 
 use crate::{config::Config, gguf::GgufFile};
@@ -86,8 +86,8 @@ impl GpuModel {
         Ok(true)
     }
 
-    /// Queries, keys and values of a step's rows, `[rows][query_len + 2 * kv_len]` f32: a row's queries, then its keys,
-    /// then its values.
+    /// Queries, keys and values of a step's rows, `[rows][query_key_value_len]` f32: a row's queries, then at
+    /// [`key_start`](Config::key_start) its keys, then at [`value_start`](Config::value_start) its values.
     pub fn query_key_value(&self) -> &wgpu::Buffer {
         &self.activations.query_key_value
     }
@@ -105,7 +105,10 @@ impl GpuModel {
         let activations = &mut self.activations;
         assert!(token_ids.len() == positions.len(), "every row has a token and a position");
         assert!(token_ids.len() <= activations.rows as usize, "the step has more rows than were reserved");
-        assert!(logit_rows.len() <= activations.logit_rows as usize, "more rows need logits than were reserved");
+        assert!(
+            logit_rows.len() <= activations.logit_rows as usize,
+            "more rows need logits than were reserved"
+        );
         activations.inputs.write(&self.gpu.queue, [token_ids, positions, logit_rows]);
     }
 
@@ -219,6 +222,9 @@ impl GpuModel {
 
 impl fmt::Debug for GpuModel {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        out.debug_struct("GpuModel").field("gpu", &self.gpu).field("config", &self.config).finish_non_exhaustive()
+        out.debug_struct("GpuModel")
+            .field("gpu", &self.gpu)
+            .field("config", &self.config)
+            .finish_non_exhaustive()
     }
 }

@@ -65,7 +65,8 @@ impl Uploader<'_> {
         let embedding =
             self.matrix("embedding", Store::Set, vocab_len, &rows_of(&embedding_rows, embedding_len))?;
         drop(embedding_rows);
-        let layers = (0..config.num_layers).map(|layer| self.layer(config, layer)).collect::<Result<_, _>>()?;
+        let layers =
+            (0..config.num_layers).map(|layer| self.layer(config, layer)).collect::<Result<_, _>>()?;
         let output = if self.file.has_tensor("output.weight") {
             let rows = self.read("output.weight", &[vocab_len, embedding_len])?;
             Some(self.matrix("output", Store::Set, vocab_len, &rows_of(&rows, embedding_len))?)
@@ -96,12 +97,15 @@ impl Uploader<'_> {
         let q = self.read(&name("attn_q"), &[query, embedding])?;
         let k = self.read(&name("attn_k"), &[kv, embedding])?;
         let v = self.read(&name("attn_v"), &[kv, embedding])?;
-        let query_key_value: Vec<&[f32]> =
-            [&q, &k, &v].into_iter().flat_map(|rows| rows_of(rows, embedding)).collect();
+        let padding = vec![0.0; embedding];
+        let mut query_key_value = rows_of(&q, embedding);
+        query_key_value.resize(config.key_start() as usize, &padding);
+        query_key_value.extend(rows_of(&k, embedding));
+        query_key_value.resize(config.value_start() as usize, &padding);
+        query_key_value.extend(rows_of(&v, embedding));
         let gate = self.read(&name("ffn_gate"), &[feed_forward, embedding])?;
         let up = self.read(&name("ffn_up"), &[feed_forward, embedding])?;
         // A group of gates, then the group of their partners: one tile of the kernel holds both.
-        let padding = vec![0.0; embedding];
         let whole_groups = |rows| {
             let mut rows = rows_of(rows, embedding);
             rows.resize(feed_forward.next_multiple_of(GROUP), &padding);
@@ -114,7 +118,12 @@ impl Uploader<'_> {
         let down = self.read(&name("ffn_down"), &[embedding, feed_forward])?;
         Ok(Layer {
             attention_norm: self.vector(&name("attn_norm"), embedding)?,
-            query_key_value: self.matrix("query_key_value", Store::Set, query + 2 * kv, &query_key_value)?,
+            query_key_value: self.matrix(
+                "query_key_value",
+                Store::Set,
+                config.query_key_value_len() as usize,
+                &query_key_value,
+            )?,
             attention_output: self.matrix(
                 "attention_output",
                 Store::Add,

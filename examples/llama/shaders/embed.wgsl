@@ -4,7 +4,7 @@
 // `weights.rs`), so that a model with tied embeddings holds it once; where it is split into parts, each part's dispatch
 // writes the rows whose token it holds.
 //
-// CPU twin: `CpuModel::embed`.
+// CPU twin: `CpuModel::embed` in `cpu.rs`.
 
 // Tokens of one group.
 const GROUP: u32 = 32u;

@@ -12,7 +12,7 @@
 //
 // Rows past the step's last one are computed too, up to a whole tile: buffers have room for them, and nobody reads them.
 //
-// CPU twin: `CpuModel::multiply`.
+// CPU twin: `multiply` in `cpu.rs`.
 
 // vec4 columns of a group.
 const GROUP4: u32 = 8u;
