@@ -41,8 +41,17 @@ pub struct BlockCopy {
 #[derive(Clone, Copy, Debug)]
 enum Undo {
     /// `len` tokens were in the table: those in `source` must outlive the step.
-    Copied { table: TableId, entry: u32, source: BlockId, len: u32 },
-    Grown { table: TableId, num_blocks: u32, len: u32 },
+    Copied {
+        table: TableId,
+        entry: u32,
+        source: BlockId,
+        len: u32,
+    },
+    Grown {
+        table: TableId,
+        num_blocks: u32,
+        len: u32,
+    },
 }
 
 /// Reference-counted blocks behind per-sequence block tables.

@@ -321,8 +321,18 @@ impl World {
         } else {
             chat.samples.retain(|&other| other != sample);
         }
-        if self.scheduler.tokens(id).is_none() {
+        let alive = chat.samples.iter().find(|sample| !chat.dead.contains(sample));
+        let name = id.request().sample(alive.copied().unwrap_or(id.sample()));
+        if self.scheduler.tokens(name).is_none() {
             self.chats.remove(&id);
+        } else if name != id {
+            // The others go by the first one that lives.
+            assert_eq!(self.scheduler.tokens(id), None);
+            let chat = self.chats.remove(&id).unwrap();
+            self.chats.insert(name, chat);
+            if self.with_logits.remove(&id) {
+                self.with_logits.insert(name);
+            }
         }
     }
 
@@ -396,11 +406,8 @@ impl World {
 
     /// The key of the chat that a sample belongs to.
     fn chat_of(&self, sample: SequenceId) -> SequenceId {
-        let carrier = sample.request().sample(0);
-        match self.chats.get(&carrier) {
-            Some(chat) if chat.samples.contains(&sample.sample()) => carrier,
-            _ => sample,
-        }
+        let mut groups = self.chats.iter().filter(|(id, _)| id.request() == sample.request());
+        groups.find(|(_, chat)| chat.samples.contains(&sample.sample())).map_or(sample, |(&id, _)| id)
     }
 
     /// The outstanding plan runs on the device.
@@ -471,7 +478,7 @@ impl World {
             chat.samples.clear();
             chat.dead.clear();
             chat.drafts.clear();
-            if row.sequence.sample() != 0 && id.sample() == 0 {
+            if row.sequence != id {
                 chat.cut = None;
             }
             chat.kept = chat.keep && told.end.is_some();
