@@ -1,7 +1,11 @@
 //! Tests of the host core; they need no GPU and no wgpu.
 #![allow(clippy::unwrap_used)]
 
+mod cache_model;
+mod model;
+mod properties;
 mod reference;
 mod reference_bugs;
 mod rig;
 mod scenarios;
+mod simulated_device;
