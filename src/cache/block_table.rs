@@ -1,0 +1,44 @@
+//! One sequence's map from logical to physical blocks, and its length, which is kept apart from the block count.
+
+use crate::ids::BlockId;
+
+/// A table row: live while it belongs to a sequence.
+#[derive(Debug, Default)]
+pub(super) struct BlockTable {
+    pub(super) blocks: Vec<BlockId>,
+    /// Tokens whose slots are taken, the outstanding step's included.
+    pub(super) len: u32,
+    /// Blocks this table may grow to; fixed when it is created.
+    pub(super) max_blocks: u32,
+    /// Entries from here on may differ from what the device has. Lowered by every change, raised only by a commit.
+    pub(super) dirty_from: u32,
+    pub(super) generation: u32,
+    pub(super) live: bool,
+    /// The outstanding step writes through this table.
+    pub(super) in_step: bool,
+}
+
+impl BlockTable {
+    /// Takes the row for a new sequence. Its vector grows to `max_blocks` at once, so later growth reallocates nothing.
+    pub(super) fn open(&mut self, max_blocks: u32) {
+        debug_assert!(!self.live && self.blocks.is_empty(), "a live table is opened again");
+        self.blocks.reserve(max_blocks as usize);
+        self.len = 0;
+        self.max_blocks = max_blocks;
+        self.dirty_from = 0;
+        self.live = true;
+        self.in_step = false;
+    }
+
+    /// Gives the row back; ids made for it become stale.
+    pub(super) fn close(&mut self) {
+        debug_assert!(self.live && self.blocks.is_empty(), "a table is closed while it holds blocks");
+        self.live = false;
+        self.in_step = false;
+        self.generation = self.generation.wrapping_add(1);
+    }
+
+    pub(super) fn mark_dirty(&mut self, entry: usize) {
+        self.dirty_from = self.dirty_from.min(entry as u32);
+    }
+}

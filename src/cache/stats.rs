@@ -1,0 +1,53 @@
+//! What the pool is doing, as numbers that sum.
+
+use std::fmt;
+
+/// A snapshot of the pool. `free_blocks + held_blocks + in_transfer_blocks == num_blocks`, always.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CacheStats {
+    /// Blocks in the pool.
+    pub num_blocks: u32,
+    /// Blocks that anybody may take.
+    pub free_blocks: u32,
+    /// Blocks in at least one table.
+    pub held_blocks: u32,
+    /// Blocks in more than one table; part of `held_blocks`.
+    pub shared_blocks: u32,
+    /// Blocks in no table that a recorded copy still reads.
+    pub in_transfer_blocks: u32,
+    /// Most blocks held at a time.
+    pub held_blocks_peak: u32,
+    /// Most blocks shared at a time.
+    pub shared_blocks_peak: u32,
+    /// Block tables in use.
+    pub num_tables: u32,
+    /// Tokens in all tables; shared ones count once per table.
+    pub tokens: u64,
+    /// Slots that last blocks leave unused, summed over tables.
+    pub tail_waste_tokens: u64,
+    /// Slots in blocks that are reserved ahead of the length, summed over tables.
+    pub lookahead_tokens: u64,
+    /// Blocks copied on write so far, rolled-back steps not counted.
+    pub block_copies: u64,
+}
+
+impl fmt::Display for CacheStats {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} blocks: {} free, {} held ({} shared), {} in transfer; {} tokens in {} tables, \
+             {} slots unused in last blocks, {} reserved ahead; {} blocks copied",
+            self.num_blocks,
+            self.free_blocks,
+            self.held_blocks,
+            self.shared_blocks,
+            self.in_transfer_blocks,
+            self.tokens,
+            self.num_tables,
+            self.tail_waste_tokens,
+            self.lookahead_tokens,
+            self.block_copies,
+        )
+    }
+}

@@ -1,0 +1,554 @@
+//! Shapes and every byte of arithmetic: the one place that computes a size or an address.
+//!
+//! All sizes are `u64` and checked; nothing here knows wgpu, tokens or policy. The layout of a block is fixed here and
+//! mirrored once in `shaders/common/layout.wgsl`:
+//!
+//! ```text
+//! arena (a group of consecutive layers)
+//!   block 0                                   block 1 …
+//!   ├ layer 0 of the group ┬ layer 1 … ┤
+//!   │ K: head 0 │ head 1 … │ V: head 0 │ head 1 … │
+//!     └ P rows of k_head_dim elements, padded to 16 bytes
+//! ```
+//!
+//! A block is one contiguous range per arena, keys precede values as one run, and a row of one head is contiguous.
+
+use crate::error::ConfigError;
+use std::fmt;
+
+/// Largest block size, in tokens.
+pub const MAX_BLOCK_SIZE: u32 = 4096;
+/// Block size where nothing else is asked for, in tokens.
+pub const DEFAULT_BLOCK_SIZE: u32 = 16;
+/// Number of block tables where nothing else is asked for.
+pub const DEFAULT_MAX_SEQUENCES: u32 = 64;
+/// Largest head size, in elements.
+pub const MAX_HEAD_DIM: u32 = 256;
+/// No arena is larger than this, whatever the device allows: 2 GiB - 4, the most that every backend can bind.
+pub const MAX_ARENA_BYTES: u64 = (2 << 30) - 4;
+
+/// The attention shape of a model, as its own description gives it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ModelShape {
+    /// Transformer layers that have a key-value cache.
+    pub num_layers: u32,
+    /// Query heads per layer; a multiple of `num_kv_heads`.
+    pub num_query_heads: u32,
+    /// Key and value heads per layer.
+    pub num_kv_heads: u32,
+    /// Elements of a query and key head; a multiple of 8, from 8 to 256. Value heads have the same size unless
+    /// [`KvFormat::with_v_head_dim`] says otherwise.
+    pub head_dim: u32,
+}
+
+impl ModelShape {
+    /// Query heads that read one kv head.
+    pub fn heads_per_kv_head(&self) -> u32 {
+        self.num_query_heads / self.num_kv_heads
+    }
+
+    fn validate(&self) -> Result<(), ConfigError> {
+        for (field, value) in [
+            ("num_layers", self.num_layers),
+            ("num_query_heads", self.num_query_heads),
+            ("num_kv_heads", self.num_kv_heads),
+        ] {
+            if value == 0 {
+                return Err(ConfigError::Zero { field });
+            }
+        }
+        if !self.num_query_heads.is_multiple_of(self.num_kv_heads) {
+            return Err(ConfigError::HeadRatio {
+                num_query_heads: self.num_query_heads,
+                num_kv_heads: self.num_kv_heads,
+            });
+        }
+        validate_head_dim(self.head_dim)
+    }
+}
+
+fn validate_head_dim(head_dim: u32) -> Result<(), ConfigError> {
+    if head_dim == 0 || head_dim > MAX_HEAD_DIM || !head_dim.is_multiple_of(8) {
+        return Err(ConfigError::HeadDim { head_dim, max: MAX_HEAD_DIM });
+    }
+    Ok(())
+}
+
+/// How an element of K or V is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum KvType {
+    /// 32-bit floats.
+    F32,
+    /// 16-bit floats, rounded to nearest even when written; every device can read them.
+    F16,
+}
+
+impl KvType {
+    /// Bits of one element.
+    pub const fn bits(self) -> u32 {
+        match self {
+            Self::F32 => 32,
+            Self::F16 => 16,
+        }
+    }
+
+    /// Elements in one 16-byte load.
+    pub const fn elements_per_vec4(self) -> u32 {
+        128 / self.bits()
+    }
+}
+
+impl fmt::Display for KvType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+        })
+    }
+}
+
+/// Element types of keys and values, and the size of a value head where it differs from the key's.
+///
+/// A [`KvType`] converts into the format that stores both alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct KvFormat {
+    k_type: KvType,
+    v_type: KvType,
+    v_head_dim: Option<u32>,
+}
+
+impl KvFormat {
+    /// Keys stored as `k_type`, values as `v_type`.
+    pub fn new(k_type: KvType, v_type: KvType) -> Self {
+        Self { k_type, v_type, v_head_dim: None }
+    }
+
+    /// Value heads of `v_head_dim` elements (a multiple of 8, from 8 to 256).
+    pub fn with_v_head_dim(mut self, v_head_dim: u32) -> Self {
+        self.v_head_dim = Some(v_head_dim);
+        self
+    }
+}
+
+impl From<KvType> for KvFormat {
+    fn from(kv_type: KvType) -> Self {
+        Self::new(kv_type, kv_type)
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Sizing {
+    Bytes(u64),
+    Context { tokens: u32, chats: u32 },
+    Blocks(u32),
+}
+
+/// The size and layout of a cache: a plain value, checked when it is made.
+///
+/// The three constructors say what is known: the bytes to spend, the context to hold, or the number of blocks. The
+/// `with_…` methods change one thing and size the pool again by the same rule.
+///
+/// ```
+/// # use paged_kv::{CacheConfig, KvType, ModelShape};
+/// let shape = ModelShape { num_layers: 30, num_query_heads: 9, num_kv_heads: 3, head_dim: 64 };
+/// let cache = CacheConfig::for_bytes(512 << 20, &shape, KvType::F16)?;
+/// assert_eq!(cache.bytes_per_token(), 30 * 3 * (64 + 64) * 2);
+/// assert!(cache.bytes_total() <= 512 << 20);
+/// # Ok::<(), paged_kv::ConfigError>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct CacheConfig {
+    sizing: Sizing,
+    layout: BlockLayout,
+    num_blocks: u32,
+    max_sequences: u32,
+    max_sequence_tokens: u32,
+    declared_tokens: Option<u32>,
+}
+
+impl CacheConfig {
+    /// As many blocks as fit into `bytes` (arenas and block tables together).
+    ///
+    /// A sequence may grow to the whole pool unless [`with_max_sequence_tokens`](Self::with_max_sequence_tokens) caps it.
+    ///
+    /// # Errors
+    /// [`ConfigError`] when the shape is not supported, or when `bytes` do not hold one block.
+    pub fn for_bytes(
+        bytes: u64,
+        shape: &ModelShape,
+        format: impl Into<KvFormat>,
+    ) -> Result<Self, ConfigError> {
+        Self::sized(Sizing::Bytes(bytes), shape, format.into())
+    }
+
+    /// Blocks for `chats` sequences of `tokens` tokens each; `tokens` is also the most a sequence may hold.
+    ///
+    /// # Errors
+    /// [`ConfigError`] when the shape is not supported, a number is zero, or the pool would exceed 2^32 blocks or slots.
+    pub fn for_context(
+        tokens: u32,
+        chats: u32,
+        shape: &ModelShape,
+        format: impl Into<KvFormat>,
+    ) -> Result<Self, ConfigError> {
+        Self::sized(Sizing::Context { tokens, chats }, shape, format.into())
+    }
+
+    /// Exactly `num_blocks` blocks.
+    ///
+    /// # Errors
+    /// [`ConfigError`] when the shape is not supported or `num_blocks` is zero.
+    pub fn for_blocks(
+        num_blocks: u32,
+        shape: &ModelShape,
+        format: impl Into<KvFormat>,
+    ) -> Result<Self, ConfigError> {
+        Self::sized(Sizing::Blocks(num_blocks), shape, format.into())
+    }
+
+    fn sized(sizing: Sizing, shape: &ModelShape, format: KvFormat) -> Result<Self, ConfigError> {
+        shape.validate()?;
+        let v_head_dim = format.v_head_dim.unwrap_or(shape.head_dim);
+        validate_head_dim(v_head_dim)?;
+        let max_sequences = match sizing {
+            Sizing::Context { chats, .. } => chats.max(DEFAULT_MAX_SEQUENCES),
+            _ => DEFAULT_MAX_SEQUENCES,
+        };
+        let layout = BlockLayout {
+            num_layers: shape.num_layers,
+            num_kv_heads: shape.num_kv_heads,
+            k_head_dim: shape.head_dim,
+            v_head_dim,
+            k_type: format.k_type,
+            v_type: format.v_type,
+            block_size: DEFAULT_BLOCK_SIZE,
+        };
+        Self { sizing, layout, num_blocks: 0, max_sequences, max_sequence_tokens: 0, declared_tokens: None }
+            .resized()
+    }
+
+    /// The same rule with blocks of `block_size` tokens: a power of two from 1 to 4,096.
+    ///
+    /// # Errors
+    /// [`ConfigError::BlockSize`], or as the constructor.
+    pub fn with_block_size(mut self, block_size: u32) -> Result<Self, ConfigError> {
+        self.layout.block_size = block_size;
+        self.resized()
+    }
+
+    /// The same rule with `max_sequences` block tables (running and kept sequences, samples counted one by one).
+    ///
+    /// # Errors
+    /// [`ConfigError::Zero`], or as the constructor.
+    pub fn with_max_sequences(mut self, max_sequences: u32) -> Result<Self, ConfigError> {
+        self.max_sequences = max_sequences;
+        self.resized()
+    }
+
+    /// The same rule with at most `tokens` tokens in one sequence (prompt and answer).
+    ///
+    /// # Errors
+    /// [`ConfigError::Zero`], or as the constructor.
+    pub fn with_max_sequence_tokens(mut self, tokens: u32) -> Result<Self, ConfigError> {
+        self.declared_tokens = Some(tokens);
+        self.resized()
+    }
+
+    fn resized(mut self) -> Result<Self, ConfigError> {
+        let block_size = self.layout.block_size;
+        if !block_size.is_power_of_two() || block_size > MAX_BLOCK_SIZE {
+            return Err(ConfigError::BlockSize { block_size, max: MAX_BLOCK_SIZE });
+        }
+        if self.max_sequences == 0 {
+            return Err(ConfigError::Zero { field: "max_sequences" });
+        }
+        if self.declared_tokens == Some(0) {
+            return Err(ConfigError::Zero { field: "max_sequence_tokens" });
+        }
+        let num_blocks = self.solve_num_blocks()?;
+        let slots = u64::from(num_blocks) * u64::from(block_size);
+        if num_blocks == 0 {
+            return Err(ConfigError::Zero { field: "num_blocks" });
+        }
+        // Slots stay below PADDING_SLOT and every token count stays in u32.
+        if slots > u64::from(u32::MAX - 1) {
+            return Err(ConfigError::TooManySlots { slots, max: u64::from(u32::MAX - 1) });
+        }
+        self.num_blocks = num_blocks;
+        self.max_sequence_tokens = match (self.declared_tokens, self.sizing) {
+            (Some(tokens), _) => tokens,
+            (None, Sizing::Context { tokens, .. }) => tokens,
+            (None, _) => slots as u32,
+        };
+        self.checked_bytes_total().ok_or(ConfigError::Overflow { what: "bytes of the cache" })?;
+        Ok(self)
+    }
+
+    fn solve_num_blocks(&self) -> Result<u32, ConfigError> {
+        let overflow = ConfigError::Overflow { what: "number of blocks" };
+        match self.sizing {
+            Sizing::Blocks(num_blocks) => Ok(num_blocks),
+            Sizing::Context { tokens, chats } => {
+                if tokens == 0 || chats == 0 {
+                    return Err(ConfigError::Zero { field: if tokens == 0 { "tokens" } else { "chats" } });
+                }
+                let blocks = u64::from(self.layout.blocks_for(tokens)) * u64::from(chats);
+                u32::try_from(blocks).map_err(|_| overflow)
+            }
+            Sizing::Bytes(bytes) => {
+                let block_bytes = self.layout.block_bytes();
+                let table_bytes = u64::from(self.max_sequences) * 4;
+                let num_blocks = match self.declared_tokens {
+                    // Tables have a fixed size: subtract them, divide the rest.
+                    Some(tokens) => {
+                        let tables = table_bytes * u64::from(self.layout.blocks_for(tokens));
+                        bytes.saturating_sub(tables) / block_bytes
+                    }
+                    // A table has an entry for every block of the pool.
+                    None => bytes / (block_bytes + table_bytes),
+                };
+                if num_blocks == 0 {
+                    return Err(ConfigError::TooFewBytes { bytes, needed_bytes: block_bytes + table_bytes });
+                }
+                Ok(u32::try_from(num_blocks).unwrap_or(u32::MAX))
+            }
+        }
+    }
+
+    /// The layout of a block.
+    pub fn layout(&self) -> &BlockLayout {
+        &self.layout
+    }
+
+    /// Blocks in the pool.
+    pub fn num_blocks(&self) -> u32 {
+        self.num_blocks
+    }
+
+    /// Tokens per block, `P`.
+    pub fn block_size(&self) -> u32 {
+        self.layout.block_size
+    }
+
+    /// Block tables, one per sequence that holds blocks.
+    pub fn max_sequences(&self) -> u32 {
+        self.max_sequences
+    }
+
+    /// The most tokens that one sequence may hold, prompt and answer together.
+    pub fn max_sequence_tokens(&self) -> u32 {
+        self.max_sequence_tokens
+    }
+
+    /// Entries of one block table: blocks of the longest sequence.
+    pub fn table_entries(&self) -> u32 {
+        self.layout.blocks_for(self.max_sequence_tokens)
+    }
+
+    /// Bytes of keys and values per token, all layers.
+    pub fn bytes_per_token(&self) -> u64 {
+        let row_bits = u64::from(self.layout.k_head_dim) * u64::from(self.layout.k_type.bits())
+            + u64::from(self.layout.v_head_dim) * u64::from(self.layout.v_type.bits());
+        u64::from(self.layout.num_layers) * u64::from(self.layout.num_kv_heads) * row_bits / 8
+    }
+
+    /// Bytes of one block, all layers.
+    pub fn bytes_per_block(&self) -> u64 {
+        self.layout.block_bytes()
+    }
+
+    /// Bytes of all block tables on the device, at the declared maximum.
+    pub fn table_bytes(&self) -> u64 {
+        u64::from(self.max_sequences) * u64::from(self.table_entries()) * 4
+    }
+
+    /// Bytes of all blocks and tables: what the cache takes on the device, step metadata and scratch apart.
+    pub fn bytes_total(&self) -> u64 {
+        // Checked when the value was made.
+        u64::from(self.num_blocks) * self.bytes_per_block() + self.table_bytes()
+    }
+
+    fn checked_bytes_total(&self) -> Option<u64> {
+        let pool = u64::from(self.num_blocks).checked_mul(self.layout.block_bytes())?;
+        let tables =
+            u64::from(self.max_sequences).checked_mul(u64::from(self.table_entries()))?.checked_mul(4)?;
+        pool.checked_add(tables)
+    }
+
+    /// Tokens that a sequence's last block leaves unused on average, `P / 2`.
+    pub fn expected_waste_tokens(&self) -> u32 {
+        self.layout.block_size / 2
+    }
+
+    /// Tokens that a sequence's last block leaves unused at most, `P - 1`.
+    pub fn worst_waste_tokens(&self) -> u32 {
+        self.layout.block_size - 1
+    }
+
+    /// Splits the layers into arenas of at most `max_arena_bytes` (and at most 2 GiB - 4).
+    ///
+    /// # Errors
+    /// [`ConfigError::LayerExceedsArena`] when one layer's blocks do not fit: it names both sizes and the largest pool
+    /// that would.
+    pub fn arenas(&self, max_arena_bytes: u64) -> Result<ArenaLayout, ConfigError> {
+        let max_bytes = max_arena_bytes.min(MAX_ARENA_BYTES);
+        let layer_bytes = u64::from(self.num_blocks) * self.layout.layer_block_words() * 4;
+        let fitting = (max_bytes / layer_bytes).min(u64::from(self.layout.num_layers)) as u32;
+        if fitting == 0 {
+            return Err(ConfigError::LayerExceedsArena {
+                layer_bytes,
+                max_bytes,
+                max_blocks: max_bytes / (self.layout.layer_block_words() * 4),
+            });
+        }
+        let num_arenas = self.layout.num_layers.div_ceil(fitting);
+        // As many arenas as the largest group needs, filled evenly.
+        let layers_per_arena = self.layout.num_layers.div_ceil(num_arenas);
+        Ok(ArenaLayout { block: self.layout, num_blocks: self.num_blocks, layers_per_arena })
+    }
+
+    /// Identifies everything that decides what the bytes of a block mean, and the size of the pool and its tables.
+    pub fn fingerprint(&self) -> u64 {
+        let layout = &self.layout;
+        let words = [
+            layout.num_layers,
+            layout.num_kv_heads,
+            layout.k_head_dim,
+            layout.v_head_dim,
+            layout.k_type.bits(),
+            layout.v_type.bits(),
+            layout.block_size,
+            self.num_blocks,
+            self.max_sequences,
+            self.table_entries(),
+        ];
+        // FNV-1a, 64 bits, over the little-endian bytes: stable across runs and platforms.
+        words.iter().flat_map(|word| word.to_le_bytes()).fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+        })
+    }
+}
+
+/// What a block holds: shapes, types and block size, and from them sizes and offsets in `u32` words.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BlockLayout {
+    /// Layers.
+    pub num_layers: u32,
+    /// Key and value heads per layer.
+    pub num_kv_heads: u32,
+    /// Elements of a key head.
+    pub k_head_dim: u32,
+    /// Elements of a value head.
+    pub v_head_dim: u32,
+    /// Element type of keys.
+    pub k_type: KvType,
+    /// Element type of values.
+    pub v_type: KvType,
+    /// Tokens per block, a power of two.
+    pub block_size: u32,
+}
+
+impl BlockLayout {
+    /// Blocks that hold `tokens` tokens.
+    pub fn blocks_for(&self, tokens: u32) -> u32 {
+        tokens.div_ceil(self.block_size)
+    }
+
+    /// Words of one key row of one head.
+    pub fn k_row_words(&self) -> u32 {
+        self.k_head_dim * self.k_type.bits() / 32
+    }
+
+    /// Words of one value row of one head.
+    pub fn v_row_words(&self) -> u32 {
+        self.v_head_dim * self.v_type.bits() / 32
+    }
+
+    /// Words of one head's keys in a block: `P` rows, padded to 16 bytes.
+    pub fn k_head_words(&self) -> u32 {
+        (self.block_size * self.k_row_words()).next_multiple_of(4)
+    }
+
+    /// Words of one head's values in a block: `P` rows, padded to 16 bytes.
+    pub fn v_head_words(&self) -> u32 {
+        (self.block_size * self.v_row_words()).next_multiple_of(4)
+    }
+
+    /// Words of one layer in a block: all heads' keys, then all heads' values.
+    pub fn layer_block_words(&self) -> u64 {
+        u64::from(self.num_kv_heads) * (u64::from(self.k_head_words()) + u64::from(self.v_head_words()))
+    }
+
+    /// Bytes of a block, all layers.
+    pub fn block_bytes(&self) -> u64 {
+        u64::from(self.num_layers) * self.layer_block_words() * 4
+    }
+}
+
+/// The two halves of a layer's block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KvPart {
+    /// Keys.
+    K,
+    /// Values.
+    V,
+}
+
+/// The pool cut into arenas: groups of consecutive layers, one storage buffer each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ArenaLayout {
+    /// What a block holds.
+    pub block: BlockLayout,
+    /// Blocks in every arena.
+    pub num_blocks: u32,
+    /// Layers in every arena but perhaps the last, which has the rest.
+    pub layers_per_arena: u32,
+}
+
+impl ArenaLayout {
+    /// Number of arenas.
+    pub fn num_arenas(&self) -> u32 {
+        self.block.num_layers.div_ceil(self.layers_per_arena)
+    }
+
+    /// The arena of a layer, and the layer's index within that arena.
+    pub fn arena_of(&self, layer: u32) -> (u32, u32) {
+        (layer / self.layers_per_arena, layer % self.layers_per_arena)
+    }
+
+    /// Layers in an arena.
+    pub fn layers_in(&self, arena: u32) -> u32 {
+        (self.block.num_layers - arena * self.layers_per_arena).min(self.layers_per_arena)
+    }
+
+    /// Words between consecutive blocks of an arena.
+    pub fn block_stride_words(&self, arena: u32) -> u64 {
+        u64::from(self.layers_in(arena)) * self.block.layer_block_words()
+    }
+
+    /// Bytes of an arena.
+    pub fn arena_bytes(&self, arena: u32) -> u64 {
+        u64::from(self.num_blocks) * self.block_stride_words(arena) * 4
+    }
+
+    /// The word at which a row starts within its arena: the only formula for an address, mirrored in
+    /// `shaders/common/layout.wgsl`.
+    pub fn row_word(&self, layer: u32, part: KvPart, block: u32, kv_head: u32, slot_in_block: u32) -> u64 {
+        let (arena, layer_in_arena) = self.arena_of(layer);
+        let layout = &self.block;
+        let layer_start = u64::from(block) * self.block_stride_words(arena)
+            + u64::from(layer_in_arena) * layout.layer_block_words();
+        let (heads_start, head_words, row_words) = match part {
+            KvPart::K => (0, layout.k_head_words(), layout.k_row_words()),
+            KvPart::V => {
+                let keys = u64::from(layout.num_kv_heads) * u64::from(layout.k_head_words());
+                (keys, layout.v_head_words(), layout.v_row_words())
+            }
+        };
+        layer_start
+            + heads_start
+            + u64::from(kv_head) * u64::from(head_words)
+            + u64::from(slot_in_block) * u64::from(row_words)
+    }
+}

@@ -1,0 +1,134 @@
+//! Names for things: blocks, tables, sequences, steps, tokens.
+//!
+//! Each id is a newtype so that a block is never taken for a slot, nor a table for a sequence. Ids are cheap to copy and
+//! carry no meaning of their own beyond what is written here.
+
+use std::fmt;
+
+/// A token as the model's vocabulary numbers it.
+pub type TokenId = u32;
+
+/// The slot of a padding row: the append kernel writes nothing for it.
+///
+/// It is larger than any slot a cache can have, and it is compared for equality before any address is computed.
+pub const PADDING_SLOT: u32 = u32::MAX;
+
+/// A physical block: the same place in every arena, `0..num_blocks`.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct BlockId(pub(crate) u32);
+
+impl BlockId {
+    /// The block's index, `0..num_blocks`, as shaders see it.
+    pub fn index(self) -> u32 {
+        self.0
+    }
+}
+
+impl fmt::Debug for BlockId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "block {}", self.0)
+    }
+}
+
+/// A block table of a [`KvCache`](crate::KvCache): the key-value state of one sequence.
+///
+/// The generation makes a released id stale: using it again is refused, even when its row has a new owner.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct TableId {
+    pub(crate) row: u32,
+    pub(crate) generation: u32,
+}
+
+impl TableId {
+    /// The row that this table has on the device, `0..max_sequences`.
+    pub fn row(self) -> u32 {
+        self.row
+    }
+}
+
+impl fmt::Debug for TableId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "table {}#{}", self.row, self.generation)
+    }
+}
+
+/// One request as [`Scheduler::add`](crate::Scheduler::add) took it; never reused within a scheduler.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RequestId(pub(crate) u64);
+
+impl RequestId {
+    /// A request id of an application that has its own scheduler and only builds steps.
+    pub fn from_raw(id: u64) -> Self {
+        Self(id)
+    }
+
+    /// The number behind the id.
+    pub fn raw(self) -> u64 {
+        self.0
+    }
+
+    /// The `index`-th sample of this request, `0..samples`.
+    pub fn sample(self, index: u32) -> SequenceId {
+        SequenceId { request: self, sample: index }
+    }
+}
+
+impl fmt::Debug for RequestId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "request {}", self.0)
+    }
+}
+
+impl fmt::Display for RequestId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}
+
+/// One sequence: a sample of a request. A request with one sample is its own sequence (`From<RequestId>`).
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SequenceId {
+    pub(crate) request: RequestId,
+    pub(crate) sample: u32,
+}
+
+impl SequenceId {
+    /// The request that this sequence belongs to.
+    pub fn request(self) -> RequestId {
+        self.request
+    }
+
+    /// Which of the request's samples this is, `0..samples`.
+    pub fn sample(self) -> u32 {
+        self.sample
+    }
+}
+
+impl From<RequestId> for SequenceId {
+    fn from(request: RequestId) -> Self {
+        request.sample(0)
+    }
+}
+
+impl fmt::Debug for SequenceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "sequence {}.{}", self.request.0, self.sample)
+    }
+}
+
+impl fmt::Display for SequenceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.request.0, self.sample)
+    }
+}
+
+/// A planned step; grows by one with every plan, dropped ones included.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub struct StepId(pub(crate) u64);
+
+impl StepId {
+    /// The number of the step, counted from 1.
+    pub fn raw(self) -> u64 {
+        self.0
+    }
+}

@@ -1,0 +1,216 @@
+//! A cache in host memory: the words of one arena of all layers, and the block tables as a device holds them.
+//!
+//! Addresses come from [`ArenaLayout`] alone. The tables change only through [`CpuCache::apply_table_changes`], as on the
+//! device: an entry that no plan has set is whatever it was, and reading through it is a fault of the plan.
+
+use crate::config::{ArenaLayout, CacheConfig, KvPart, KvType, ModelShape};
+use crate::reference::f16::{pack_word, unpack_word};
+use crate::schedule::{SplitConfig, StepPlan};
+
+/// The keys and values of a model in host memory, laid out as in an arena, with the device's block tables.
+#[derive(Clone, Debug)]
+pub struct CpuCache {
+    layout: ArenaLayout,
+    num_query_heads: u32,
+    max_sequences: u32,
+    table_entries: u32,
+    pub(super) fingerprint: u64,
+    words: Vec<u32>,
+    tables: Vec<u32>,
+}
+
+impl CpuCache {
+    /// A zeroed cache of the size that `config` says.
+    ///
+    /// # Panics
+    /// When `config` was made for a model of another shape.
+    pub fn new(shape: &ModelShape, config: &CacheConfig) -> Self {
+        let block = *config.layout();
+        assert_eq!(
+            (block.num_layers, block.num_kv_heads, block.k_head_dim),
+            (shape.num_layers, shape.num_kv_heads, shape.head_dim),
+            "layers, kv heads and key head size of the cache, then of the model"
+        );
+        let layout =
+            ArenaLayout { block, num_blocks: config.num_blocks(), layers_per_arena: block.num_layers };
+        Self {
+            layout,
+            num_query_heads: shape.num_query_heads,
+            max_sequences: config.max_sequences(),
+            table_entries: config.table_entries(),
+            fingerprint: config.fingerprint(),
+            words: vec![0; (layout.arena_bytes(0) / 4) as usize],
+            tables: vec![0; config.max_sequences() as usize * config.table_entries() as usize],
+        }
+    }
+
+    /// The layout: one arena of all layers.
+    pub fn layout(&self) -> &ArenaLayout {
+        &self.layout
+    }
+
+    /// Query heads of the model.
+    pub fn num_query_heads(&self) -> u32 {
+        self.num_query_heads
+    }
+
+    /// Query heads that read one kv head.
+    pub fn heads_per_kv_head(&self) -> u32 {
+        self.num_query_heads / self.layout.block.num_kv_heads
+    }
+
+    /// Elements of an output row: `[num_query_heads, v_head_dim]`.
+    pub fn output_len(&self) -> usize {
+        self.num_query_heads as usize * self.layout.block.v_head_dim as usize
+    }
+
+    /// Elements of a partial result: `[num_query_heads, v_head_dim + 2]`, per head the unnormalised sum of values, then
+    /// the maximum logit in base 2, then the sum of weights.
+    pub fn partial_len(&self) -> usize {
+        self.num_query_heads as usize * (self.layout.block.v_head_dim as usize + 2)
+    }
+
+    /// A split that suits `num_threads` threads: tiles of whole rows, spans only where there are fewer rows than
+    /// threads.
+    pub fn split_config(&self, num_threads: u32) -> SplitConfig {
+        SplitConfig {
+            workgroups_per_item: 1,
+            heads_per_kv_head: self.heads_per_kv_head(),
+            prefill_queries: 16 * self.heads_per_kv_head(),
+            span_quantum: self.layout.block.block_size.max(32),
+            target_workgroups: num_threads,
+            max_partials: 2 * num_threads,
+            fixed_span_tokens: None,
+            dispatch_work_budget: u64::MAX,
+        }
+    }
+
+    /// Brings the block tables up to date with `plan`, as the device does before a step.
+    ///
+    /// # Panics
+    /// When the plan is of a cache with another layout or size.
+    pub fn apply_table_changes(&mut self, plan: &StepPlan) {
+        assert_eq!(
+            plan.fingerprint(),
+            self.fingerprint,
+            "the plan is of a cache with another layout or size"
+        );
+        for change in plan.table_changes() {
+            let entries = &plan.changed_entries()[change.start as usize..][..change.len as usize];
+            let start = change.first_entry as usize;
+            self.table_mut(change.table_row)[start..][..entries.len()].copy_from_slice(entries);
+        }
+    }
+
+    /// The block table in row `table_row`, entries beyond its sequence's blocks included.
+    pub fn table(&self, table_row: u32) -> &[u32] {
+        let entries = self.table_entries as usize;
+        &self.tables[table_row as usize * entries..][..entries]
+    }
+
+    fn table_mut(&mut self, table_row: u32) -> &mut [u32] {
+        let entries = self.table_entries as usize;
+        &mut self.tables[table_row as usize * entries..][..entries]
+    }
+
+    /// All block tables, `[max_sequences, table_entries]`.
+    pub fn tables(&self) -> &[u32] {
+        debug_assert_eq!(self.tables.len(), self.max_sequences as usize * self.table_entries as usize);
+        &self.tables
+    }
+
+    /// The arena's words.
+    pub fn words(&self) -> &[u32] {
+        &self.words
+    }
+
+    /// The arena's words, for writing: to restore a saved state, or to poison slots in a test.
+    pub fn words_mut(&mut self) -> &mut [u32] {
+        &mut self.words
+    }
+
+    /// The words of one block, all layers.
+    pub(super) fn block_words(&self) -> usize {
+        self.layout.block_stride_words(0) as usize
+    }
+
+    /// The key of one head in a slot, as stored.
+    pub fn key_row(&self, layer: u32, block: u32, kv_head: u32, slot_in_block: u32) -> Vec<f32> {
+        let mut row = vec![0.0; self.layout.block.k_head_dim as usize];
+        self.read_rows(layer, KvPart::K, block, kv_head, slot_in_block, &mut row);
+        row
+    }
+
+    /// The value of one head in a slot, as stored.
+    pub fn value_row(&self, layer: u32, block: u32, kv_head: u32, slot_in_block: u32) -> Vec<f32> {
+        let mut row = vec![0.0; self.layout.block.v_head_dim as usize];
+        self.read_rows(layer, KvPart::V, block, kv_head, slot_in_block, &mut row);
+        row
+    }
+
+    /// The keys and the values of a sequence's first `num_tokens` tokens through its block table, as stored:
+    /// `[tokens, num_kv_heads, head_dim]`, the form that [`dense_attention`](crate::reference::dense_attention) takes.
+    pub fn gather(&self, layer: u32, table_row: u32, num_tokens: u32) -> (Vec<f32>, Vec<f32>) {
+        let block_size = self.layout.block.block_size;
+        let (mut keys, mut values) = (Vec::new(), Vec::new());
+        for token in 0..num_tokens {
+            let block = self.table(table_row)[(token / block_size) as usize];
+            for kv_head in 0..self.layout.block.num_kv_heads {
+                keys.extend(self.key_row(layer, block, kv_head, token % block_size));
+                values.extend(self.value_row(layer, block, kv_head, token % block_size));
+            }
+        }
+        (keys, values)
+    }
+
+    /// Writes one head's key or value into a slot, rounded to the stored type.
+    pub fn write_row(
+        &mut self,
+        layer: u32,
+        part: KvPart,
+        block: u32,
+        kv_head: u32,
+        slot_in_block: u32,
+        row: &[f32],
+    ) {
+        let start = self.layout.row_word(layer, part, block, kv_head, slot_in_block) as usize;
+        let kv_type = self.part_type(part);
+        let words = &mut self.words[start..][..row.len() * kv_type.bits() as usize / 32];
+        match kv_type {
+            KvType::F32 => words.iter_mut().zip(row).for_each(|(word, x)| *word = x.to_bits()),
+            KvType::F16 => {
+                let pairs = row.chunks_exact(2);
+                words.iter_mut().zip(pairs).for_each(|(word, pair)| *word = pack_word(pair[0], pair[1]));
+            }
+        }
+    }
+
+    /// Reads consecutive slots of one head, from `slot_in_block` on, as many as `rows` has room for.
+    pub(super) fn read_rows(
+        &self,
+        layer: u32,
+        part: KvPart,
+        block: u32,
+        kv_head: u32,
+        slot_in_block: u32,
+        rows: &mut [f32],
+    ) {
+        let start = self.layout.row_word(layer, part, block, kv_head, slot_in_block) as usize;
+        let kv_type = self.part_type(part);
+        let words = &self.words[start..][..rows.len() * kv_type.bits() as usize / 32];
+        match kv_type {
+            KvType::F32 => rows.iter_mut().zip(words).for_each(|(x, word)| *x = f32::from_bits(*word)),
+            KvType::F16 => {
+                let pairs = rows.chunks_exact_mut(2);
+                pairs.zip(words).for_each(|(pair, word)| pair.copy_from_slice(&unpack_word(*word)));
+            }
+        }
+    }
+
+    fn part_type(&self, part: KvPart) -> KvType {
+        match part {
+            KvPart::K => self.layout.block.k_type,
+            KvPart::V => self.layout.block.v_type,
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! [`StepBuilder`]: turns pushes of tokens into the flat arrays of a [`StepPlan`], over a [`KvCache`].
+//!
+//! The scheduler and applications with a scheduler of their own build their steps here; nobody else writes a plan.
+
+use crate::cache::KvCache;
+use crate::error::{CacheError, CommitError};
+use crate::ids::{PADDING_SLOT, SequenceId, TableId, TokenId};
+use crate::schedule::step_plan::{LogitRow, StepPlan, TableChange};
+use std::ops::Range;
+
+/// Builds one step over a cache. Dropped unfinished, it leaves a step that the next one rolls back.
+#[derive(Debug)]
+pub struct StepBuilder<'a> {
+    cache: &'a mut KvCache,
+    plan: StepPlan,
+}
+
+/// Starts a step of `cache` in `plan`'s arrays.
+pub(super) fn begin_plan(cache: &mut KvCache, plan: &mut StepPlan) {
+    plan.clear();
+    plan.step = cache.begin_step();
+    plan.cache_instance = cache.instance();
+    plan.fingerprint = cache.config().fingerprint();
+    plan.query_starts.push(0);
+}
+
+/// Appends `tokens`, then `drafts`, to `table` and plans one row for each, with `lookahead` tokens reserved beyond them.
+/// Returns the first row. All or nothing.
+pub(super) fn push_rows(
+    cache: &mut KvCache,
+    plan: &mut StepPlan,
+    table: TableId,
+    tokens: &[TokenId],
+    drafts: &[TokenId],
+    lookahead: u32,
+) -> Result<u32, CacheError> {
+    let start = cache.len(table)?;
+    let num_tokens = u32::try_from(tokens.len() + drafts.len()).unwrap_or(u32::MAX);
+    cache.grow(table, num_tokens, lookahead)?;
+    let first_row = plan.num_rows();
+    let end = start + num_tokens;
+    let block_size = cache.config().block_size();
+    let blocks = cache.block_ids(table)?;
+    plan.token_ids.extend_from_slice(tokens);
+    plan.token_ids.extend_from_slice(drafts);
+    plan.positions.extend(start..end);
+    plan.slot_mapping.extend((start..end).map(|position| {
+        blocks[(position / block_size) as usize].index() * block_size + position % block_size
+    }));
+    plan.query_starts.push(first_row + num_tokens);
+    plan.context_lens.push(end);
+    plan.table_rows.push(table.row());
+    let dirty_from = cache.dirty_from(table) as usize;
+    if dirty_from < blocks.len() {
+        plan.table_changes.push(TableChange {
+            table_row: table.row(),
+            first_entry: dirty_from as u32,
+            start: plan.changed_entries.len() as u32,
+            len: (blocks.len() - dirty_from) as u32,
+        });
+        plan.changed_entries.extend(blocks[dirty_from..].iter().map(|block| block.index()));
+    }
+    Ok(first_row)
+}
+
+impl<'a> StepBuilder<'a> {
+    /// Starts a step. A step of `cache` that is neither committed nor rolled back is rolled back first.
+    pub fn new(cache: &'a mut KvCache) -> Self {
+        let mut plan = StepPlan::default();
+        begin_plan(cache, &mut plan);
+        Self { cache, plan }
+    }
+
+    /// The cache under the step.
+    pub fn cache(&self) -> &KvCache {
+        self.cache
+    }
+
+    /// The cache under the step, to open and release tables while it is built.
+    pub fn cache_mut(&mut self) -> &mut KvCache {
+        self.cache
+    }
+
+    /// Appends `tokens` to `table` and plans one row for each; returns the rows.
+    ///
+    /// # Errors
+    /// [`CacheError::NoFreeBlocks`] when the pool cannot hold them and [`CacheError::ExceedsTable`] when the table
+    /// cannot: nothing has changed then. [`CacheError::InStep`] when the table has rows in this step already,
+    /// [`CacheError::NoTokens`] for an empty push.
+    pub fn push(&mut self, table: TableId, tokens: &[TokenId]) -> Result<Range<u32>, CacheError> {
+        if tokens.is_empty() {
+            return Err(CacheError::NoTokens { table });
+        }
+        let first_row = push_rows(self.cache, &mut self.plan, table, tokens, &[], 0)?;
+        Ok(first_row..self.plan.num_rows())
+    }
+
+    /// Asks for the logits of `num_rows` rows from `row` on, for `sequence`.
+    ///
+    /// # Errors
+    /// [`CacheError::NoSuchRow`] when the step does not have them.
+    pub fn request_logits(
+        &mut self,
+        sequence: SequenceId,
+        row: u32,
+        num_rows: u32,
+    ) -> Result<(), CacheError> {
+        let rows = self.plan.num_rows();
+        match row.checked_add(num_rows) {
+            Some(end) if num_rows > 0 && end <= rows => {
+                let next_position = self.plan.positions[row as usize] + 1;
+                self.plan.logit_rows.push(LogitRow { sequence, row, num_rows, next_position });
+                Ok(())
+            }
+            _ => Err(CacheError::NoSuchRow { row, num_rows, rows }),
+        }
+    }
+
+    /// Adds padding rows until the step has `rows`: they write nothing and attend to nothing.
+    ///
+    /// For an application whose own kernels want a fixed number of rows. Call it after the last push.
+    pub fn pad_to(&mut self, rows: u32) {
+        while self.plan.num_rows() < rows {
+            self.plan.token_ids.push(0);
+            self.plan.positions.push(0);
+            self.plan.slot_mapping.push(PADDING_SLOT);
+        }
+    }
+
+    /// Rows so far.
+    pub fn num_rows(&self) -> u32 {
+        self.plan.num_rows()
+    }
+
+    /// The finished plan.
+    pub fn finish(mut self) -> StepPlan {
+        self.plan.block_copies.extend_from_slice(self.cache.step_copies());
+        self.plan
+    }
+}
+
+impl KvCache {
+    /// Accepts a step whose commands were submitted: its tokens are in the cache from now on.
+    ///
+    /// # Errors
+    /// [`CommitError::StalePlan`] when the plan is not the outstanding one, [`CommitError::ForeignPlan`] when another
+    /// cache made it.
+    pub fn commit_step(&mut self, plan: StepPlan) -> Result<(), CommitError> {
+        self.check_plan(&plan)?;
+        self.finish_step();
+        Ok(())
+    }
+
+    pub(crate) fn check_plan(&self, plan: &StepPlan) -> Result<(), CommitError> {
+        self.check_poison()?;
+        if plan.cache_instance != self.instance() {
+            return Err(CommitError::ForeignPlan { plan: plan.cache_instance, cache: self.instance() });
+        }
+        if !self.is_outstanding(plan.step) {
+            return Err(CommitError::StalePlan { step: plan.step });
+        }
+        Ok(())
+    }
+}

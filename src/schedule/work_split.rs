@@ -1,0 +1,215 @@
+//! Cuts a step's attention into work items of similar size, and the items into dispatches within a work budget.
+//!
+//! Pure arithmetic on a [`StepPlan`]: no device, no policy of admission. A sequence with one row becomes decode items
+//! (spans of keys); one with more becomes prefill items (tiles of query rows). Spans of one row are merged exactly, so
+//! every cut gives the same result up to rounding; with [`SplitConfig::fixed_span_tokens`] the cuts of a row depend only
+//! on its own context, and its bits do not depend on its neighbours in the batch.
+
+use crate::schedule::step_plan::StepPlan;
+use std::ops::Range;
+
+/// Destination of a decode item that has its row to itself: the final output instead of a partial result.
+pub const DIRECT: u32 = u32::MAX;
+
+/// How to split: facts of the device and the model, fixed for the life of the attention object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SplitConfig {
+    /// Workgroups that one decode item becomes: kv heads times tiles of query heads.
+    pub workgroups_per_item: u32,
+    /// Query heads per kv head.
+    pub heads_per_kv_head: u32,
+    /// (row, query head) pairs that one prefill workgroup handles.
+    pub prefill_queries: u32,
+    /// Spans start at multiples of this many tokens: a multiple of the block size and of the kernel's key tile.
+    pub span_quantum: u32,
+    /// Workgroups that fill the device; decode is split until it has about as many.
+    pub target_workgroups: u32,
+    /// Partial results that the scratch buffer holds.
+    pub max_partials: u32,
+    /// Cut every row into spans of this many tokens, whatever else is in the batch.
+    pub fixed_span_tokens: Option<u32>,
+    /// (row, key) pairs that one dispatch may have, all kv heads counted once.
+    pub dispatch_work_budget: u64,
+}
+
+/// A span of one decode row: `[sequence, first token, end token, partial]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct DecodeItem {
+    /// Index of the sequence in the step; its only row is `query_starts[sequence]`.
+    pub sequence: u32,
+    /// First key of the span.
+    pub first_token: u32,
+    /// End of the span.
+    pub end_token: u32,
+    /// Index of the partial result, or [`DIRECT`].
+    pub partial: u32,
+}
+
+/// A tile of one sequence's queries. Query `q` of a sequence is row `q / heads_per_kv_head`, head
+/// `q % heads_per_kv_head` of the kv head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct PrefillItem {
+    /// Index of the sequence in the step.
+    pub sequence: u32,
+    /// First query of the tile.
+    pub first_query: u32,
+    /// End of the tile.
+    pub end_query: u32,
+    /// Always 0: keeps the item at 16 bytes.
+    pub padding: u32,
+}
+
+/// A row whose spans must be merged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct MergeItem {
+    /// Row of the step.
+    pub row: u32,
+    /// First of its partial results; they are consecutive.
+    pub first_partial: u32,
+    /// Number of partial results.
+    pub num_partials: u32,
+    /// Always 0: keeps the item at 16 bytes.
+    pub padding: u32,
+}
+
+/// The work lists of a step. Reused from step to step: planning a steady step allocates nothing.
+#[derive(Debug, Default)]
+pub struct WorkSplit {
+    /// Decode items, a row's spans in order.
+    pub decode_items: Vec<DecodeItem>,
+    /// Prefill items, sequence after sequence.
+    pub prefill_items: Vec<PrefillItem>,
+    /// Rows to merge.
+    pub merge_items: Vec<MergeItem>,
+    /// Ranges of `decode_items`, one dispatch each.
+    pub decode_dispatches: Vec<Range<u32>>,
+    /// Ranges of `prefill_items`, one dispatch each.
+    pub prefill_dispatches: Vec<Range<u32>>,
+    /// Partial results used.
+    pub num_partials: u32,
+}
+
+impl WorkSplit {
+    /// Splits `plan`, replacing what was here.
+    pub fn split(&mut self, plan: &StepPlan, config: &SplitConfig) {
+        self.decode_items.clear();
+        self.prefill_items.clear();
+        self.merge_items.clear();
+        self.decode_dispatches.clear();
+        self.prefill_dispatches.clear();
+        self.num_partials = 0;
+        let span_tokens = config.fixed_span_tokens.unwrap_or_else(|| balanced_span(plan, config));
+        for sequence in 0..plan.num_sequences() {
+            let rows = plan.query_starts[sequence as usize + 1] - plan.query_starts[sequence as usize];
+            if rows == 1 {
+                self.push_decode(plan, sequence, span_tokens, config);
+            } else {
+                self.push_prefill(sequence, rows, config);
+            }
+        }
+        let budget = config.dispatch_work_budget;
+        cut(&self.decode_items, budget, &mut self.decode_dispatches, |item| {
+            u64::from(item.end_token - item.first_token)
+        });
+        cut(&self.prefill_items, budget, &mut self.prefill_dispatches, |item| {
+            prefill_work(plan, item, config.heads_per_kv_head)
+        });
+    }
+
+    fn push_decode(&mut self, plan: &StepPlan, sequence: u32, span_tokens: u32, config: &SplitConfig) {
+        let context = plan.context_lens[sequence as usize];
+        let spans = context.div_ceil(span_tokens).max(1);
+        let left = config.max_partials - self.num_partials;
+        let (spans, span_tokens) = if spans == 1 || spans <= left {
+            (spans, span_tokens)
+        } else {
+            // Scratch is full: fewer, longer spans for this row, or none at all.
+            let spans = left.max(1);
+            let span_tokens = context.div_ceil(spans).next_multiple_of(config.span_quantum);
+            (context.div_ceil(span_tokens), span_tokens)
+        };
+        let first_partial = self.num_partials;
+        for span in 0..spans {
+            let first_token = span * span_tokens;
+            self.decode_items.push(DecodeItem {
+                sequence,
+                first_token,
+                end_token: context.min(first_token + span_tokens),
+                partial: if spans == 1 { DIRECT } else { first_partial + span },
+            });
+        }
+        if spans > 1 {
+            self.num_partials += spans;
+            self.merge_items.push(MergeItem {
+                row: plan.query_starts[sequence as usize],
+                first_partial,
+                num_partials: spans,
+                padding: 0,
+            });
+        }
+    }
+
+    fn push_prefill(&mut self, sequence: u32, rows: u32, config: &SplitConfig) {
+        let queries = rows * config.heads_per_kv_head;
+        let mut first_query = 0;
+        while first_query < queries {
+            let end_query = queries.min(first_query + config.prefill_queries);
+            self.prefill_items.push(PrefillItem { sequence, first_query, end_query, padding: 0 });
+            first_query = end_query;
+        }
+    }
+}
+
+/// One span length for all rows of the step, such that the step has about `target_workgroups` workgroups.
+fn balanced_span(plan: &StepPlan, config: &SplitConfig) -> u32 {
+    let mut rows = 0u64;
+    let mut tokens = 0u64;
+    let mut longest = 1u32;
+    for sequence in 0..plan.context_lens.len() {
+        if plan.query_starts[sequence + 1] - plan.query_starts[sequence] == 1 {
+            rows += 1;
+            tokens += u64::from(plan.context_lens[sequence]);
+            longest = longest.max(plan.context_lens[sequence]);
+        }
+    }
+    let wanted_items = u64::from(config.target_workgroups.div_ceil(config.workgroups_per_item));
+    if rows >= wanted_items {
+        // The rows fill the device as they are; still even out one row that is much longer than the others.
+        let average = tokens.div_ceil(rows.max(1)).max(1);
+        let even = (average * 2).min(u64::from(longest)) as u32;
+        return even.next_multiple_of(config.span_quantum);
+    }
+    let span = tokens.div_ceil(wanted_items).max(1) as u32;
+    span.next_multiple_of(config.span_quantum)
+}
+
+/// (row, key) pairs of a prefill item, rounded up to whole rows.
+fn prefill_work(plan: &StepPlan, item: &PrefillItem, heads: u32) -> u64 {
+    let sequence = item.sequence as usize;
+    let rows = plan.query_starts[sequence + 1] - plan.query_starts[sequence];
+    let past = plan.context_lens[sequence] - rows;
+    let first_row = item.first_query / heads;
+    let last_row = (item.end_query - 1) / heads;
+    (first_row..=last_row).map(|row| u64::from(past + row + 1)).sum()
+}
+
+/// Consecutive items while their work stays within `budget`; an item beyond it has a dispatch of its own.
+fn cut<T>(items: &[T], budget: u64, ranges: &mut Vec<Range<u32>>, work_of: impl Fn(&T) -> u64) {
+    let mut start = 0;
+    let mut work = 0u64;
+    for (index, item) in items.iter().enumerate() {
+        let item_work = work_of(item);
+        if index > start && work.saturating_add(item_work) > budget {
+            ranges.push(start as u32..index as u32);
+            start = index;
+            work = 0;
+        }
+        work = work.saturating_add(item_work);
+    }
+    if start < items.len() {
+        ranges.push(start as u32..items.len() as u32);
+    }
+}

@@ -1,0 +1,232 @@
+//! A cache, its CPU twin, and random tensors: what the tests of the twins run steps on.
+
+use paged_kv::reference::{
+    AttentionInputs, CpuCache, DenseInputs, DenseOutput, Rows, RowsMut, append, attention, block_copy,
+    compare, dense_attention,
+};
+use paged_kv::{
+    CacheConfig, KvCache, KvFormat, ModelShape, SplitConfig, StepBuilder, StepPlan, TableId, WorkSplit,
+};
+
+/// SplitMix64: small, seedable, the same everywhere.
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut x = self.0;
+        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^ (x >> 31)
+    }
+
+    /// From -1 to 1.
+    pub(crate) fn unit(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    }
+
+    pub(crate) fn shuffle<T>(&mut self, items: &mut [T]) {
+        for index in (1..items.len()).rev() {
+            items.swap(index, (self.next() % (index as u64 + 1)) as usize);
+        }
+    }
+}
+
+/// The rows of one step: queries, keys and values of one layer.
+pub(crate) struct Tensors {
+    pub(crate) query: Vec<f32>,
+    pub(crate) key: Vec<f32>,
+    pub(crate) value: Vec<f32>,
+}
+
+/// One layer's cache on the host, with the block tables that the device would have.
+pub(crate) struct Rig {
+    pub(crate) shape: ModelShape,
+    pub(crate) kv: KvCache,
+    pub(crate) cpu: CpuCache,
+    pub(crate) random: Random,
+    pub(crate) k_len: usize,
+    pub(crate) v_len: usize,
+}
+
+impl Rig {
+    pub(crate) fn new(
+        (num_query_heads, num_kv_heads, head_dim): (u32, u32, u32),
+        format: impl Into<KvFormat>,
+        block_size: u32,
+        num_blocks: u32,
+    ) -> Self {
+        let shape = ModelShape { num_layers: 1, num_query_heads, num_kv_heads, head_dim };
+        let config = CacheConfig::for_blocks(num_blocks, &shape, format)
+            .and_then(|config| config.with_block_size(block_size))
+            .and_then(|config| config.with_max_sequences(num_blocks + 8))
+            .expect("a valid configuration");
+        Self {
+            shape,
+            kv: KvCache::new(config),
+            cpu: CpuCache::new(&shape, &config),
+            random: Random(1),
+            k_len: config.layout().k_head_dim as usize,
+            v_len: config.layout().v_head_dim as usize,
+        }
+    }
+
+    /// Makes the pool hand out exactly these blocks next, in this order; every other block comes after them.
+    pub(crate) fn order_free_blocks(&mut self, order: &[u32]) {
+        let mut step = StepBuilder::new(&mut self.kv);
+        let mut tables = Vec::new();
+        while step.cache().free_blocks() > 0 {
+            let table = step.cache_mut().create(1).expect("a free table");
+            step.push(table, &[0]).expect("a free block");
+            tables.push(table);
+        }
+        let plan = step.finish();
+        self.kv.commit_step(plan).expect("the outstanding plan");
+        // Blocks are reused in the order in which they were released.
+        tables.sort_by_key(|table| {
+            let block = self.kv.block_ids(*table).expect("a table")[0].index();
+            (order.iter().position(|&wanted| wanted == block).unwrap_or(usize::MAX), block)
+        });
+        for table in tables {
+            self.kv.release(table).expect("a table");
+        }
+        self.kv.assert_consistent();
+    }
+
+    /// Makes the pool hand out its blocks in random order.
+    pub(crate) fn shuffle_free_blocks(&mut self) {
+        let mut order: Vec<u32> = (0..self.kv.config().num_blocks()).collect();
+        self.random.shuffle(&mut order);
+        self.order_free_blocks(&order);
+    }
+
+    pub(crate) fn open(&mut self) -> TableId {
+        let max = self.kv.config().max_sequence_tokens();
+        self.kv.create(max).expect("a free table")
+    }
+
+    /// Plans `rows` new tokens for each table.
+    pub(crate) fn plan(&mut self, pushes: &[(TableId, u32)]) -> StepPlan {
+        let mut step = StepBuilder::new(&mut self.kv);
+        for &(table, rows) in pushes {
+            step.push(table, &vec![0; rows as usize]).expect("room in the pool");
+        }
+        step.finish()
+    }
+
+    /// Random tensors for a plan's rows.
+    pub(crate) fn tensors(&mut self, plan: &StepPlan) -> Tensors {
+        let rows = plan.num_rows() as usize;
+        let (heads, kv_heads) = (self.shape.num_query_heads as usize, self.shape.num_kv_heads as usize);
+        let mut fill = |len: usize, factor: f32| (0..len).map(|_| factor * self.random.unit()).collect();
+        Tensors {
+            // Logits up to about 2 in magnitude: weights that differ, none so small that it does not count.
+            query: fill(rows * heads * self.k_len, 2.0),
+            key: fill(rows * kv_heads * self.k_len, 2.0),
+            value: fill(rows * kv_heads * self.v_len, 1.0),
+        }
+    }
+
+    /// Runs a plan's table changes, copies and append on the twin, in that order.
+    pub(crate) fn write(&mut self, plan: &StepPlan, tensors: &Tensors) {
+        self.cpu.apply_table_changes(plan);
+        block_copy(&mut self.cpu, plan.block_copies());
+        let kv_heads = self.shape.num_kv_heads as usize;
+        let key = Rows::new(&tensors.key, kv_heads * self.k_len);
+        let value = Rows::new(&tensors.value, kv_heads * self.v_len);
+        append(&mut self.cpu, 0, plan.slot_mapping(), key, value);
+    }
+
+    /// The twin's attention for every row of a plan.
+    pub(crate) fn attend(&self, plan: &StepPlan, tensors: &Tensors, split: &SplitConfig) -> Vec<f32> {
+        let heads = self.shape.num_query_heads as usize;
+        let mut work = WorkSplit::default();
+        work.split(plan, split);
+        let inputs = AttentionInputs::new(&self.cpu, plan, 0, Rows::new(&tensors.query, heads * self.k_len));
+        // A row that is not written stays NaN.
+        let mut output = vec![f32::NAN; plan.num_rows() as usize * heads * self.v_len];
+        attention(&inputs, &work, &mut RowsMut::new(&mut output, heads * self.v_len), &mut Vec::new());
+        output
+    }
+
+    /// The dense f64 attention of one sequence of a plan.
+    pub(crate) fn dense(&self, plan: &StepPlan, tensors: &Tensors, sequence: usize) -> DenseOutput {
+        let row_len = self.shape.num_query_heads as usize * self.k_len;
+        let rows = plan.query_starts()[sequence] as usize..plan.query_starts()[sequence + 1] as usize;
+        let (keys, values) = self.cpu.gather(0, plan.table_rows()[sequence], plan.context_lens()[sequence]);
+        dense_attention(&DenseInputs {
+            query: &tensors.query[rows.start * row_len..rows.end * row_len],
+            keys: &keys,
+            values: &values,
+            num_query_heads: self.shape.num_query_heads,
+            num_kv_heads: self.shape.num_kv_heads,
+            k_head_dim: self.k_len as u32,
+            v_head_dim: self.v_len as u32,
+            scale: 1.0 / (self.k_len as f64).sqrt(),
+        })
+    }
+
+    /// Checks every row of `output` against the dense attention.
+    pub(crate) fn assert_dense(&self, plan: &StepPlan, tensors: &Tensors, output: &[f32], tolerance: f64) {
+        let row_len = self.shape.num_query_heads as usize * self.v_len;
+        for sequence in 0..plan.num_sequences() as usize {
+            let rows = plan.query_starts()[sequence] as usize..plan.query_starts()[sequence + 1] as usize;
+            let actual = &output[rows.start * row_len..rows.end * row_len];
+            let expected = self.dense(plan, tensors, sequence).output;
+            if let Err(mismatch) = compare(actual, &expected, self.v_len, tolerance) {
+                panic!("sequence {sequence} of {plan:?}: {mismatch}");
+            }
+        }
+    }
+
+    /// Commits a plan and checks the cache.
+    pub(crate) fn commit(&mut self, plan: StepPlan) {
+        self.kv.commit_step(plan).expect("the outstanding plan");
+        self.kv.assert_consistent();
+    }
+
+    /// One step from plan to commit with random tensors, without looking at its outputs.
+    pub(crate) fn fill(&mut self, pushes: &[(TableId, u32)]) {
+        let plan = self.plan(pushes);
+        let tensors = self.tensors(&plan);
+        self.write(&plan, &tensors);
+        self.commit(plan);
+    }
+
+    /// Gives every slot that no table's length covers the bits `pattern` (a pair of f16, or an f32).
+    pub(crate) fn poison_unused(&mut self, tables: &[TableId], pattern: u32) {
+        let layout = *self.cpu.layout();
+        let block = layout.block;
+        let mut used = vec![0u32; layout.num_blocks as usize];
+        for &table in tables {
+            let len = self.kv.len(table).expect("a table");
+            for (entry, id) in self.kv.block_ids(table).expect("a table").iter().enumerate() {
+                let used = &mut used[id.index() as usize];
+                *used = (*used).max((len - entry as u32 * block.block_size).min(block.block_size));
+            }
+        }
+        for (id, &used) in (0..).zip(&used) {
+            for head in 0..block.num_kv_heads {
+                for slot in used..block.block_size {
+                    for (part, words) in [
+                        (paged_kv::KvPart::K, block.k_row_words()),
+                        (paged_kv::KvPart::V, block.v_row_words()),
+                    ] {
+                        let start = layout.row_word(0, part, id, head, slot) as usize;
+                        self.cpu.words_mut()[start..start + words as usize].fill(pattern);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// What [`SplitConfig`] a test of the twins uses where it is not about the split.
+pub(crate) fn one_span(rig: &Rig) -> SplitConfig {
+    SplitConfig { fixed_span_tokens: Some(1 << 20), ..rig.cpu.split_config(1) }
+}
+
+/// Every row cut into spans of `span_tokens`.
+pub(crate) fn spans(rig: &Rig, span_tokens: u32) -> SplitConfig {
+    SplitConfig { fixed_span_tokens: Some(span_tokens), max_partials: 4096, ..rig.cpu.split_config(1) }
+}
