@@ -1,6 +1,7 @@
 //! Tests of the host core; they need no GPU and no wgpu.
 #![allow(clippy::unwrap_used)]
 
+mod cache_bugs;
 mod cache_model;
 mod model;
 mod properties;
@@ -8,4 +9,5 @@ mod reference;
 mod reference_bugs;
 mod rig;
 mod scenarios;
+mod scheduler_bugs;
 mod simulated_device;
