@@ -3,6 +3,7 @@
 
 mod cache_bugs;
 mod cache_model;
+mod config_numbers;
 mod model;
 mod properties;
 mod reference;
