@@ -4,7 +4,7 @@
 //! mapping, then reads through its own mirror of the block tables. Since a slot's hash covers its whole history, one
 //! wrong block, slot, copy or table entry changes what some row reads.
 
-use paged_kv::{CacheConfig, PADDING_SLOT, StepPlan};
+use paged_kv::{CacheConfig, PADDING_SLOT, StepPlan, TableId};
 use std::collections::HashSet;
 
 /// Hash of a sequence without tokens.
@@ -109,6 +109,17 @@ impl SimulatedDevice {
             }
         }
         seen
+    }
+
+    /// Hash of the first `len` tokens of a table, read through the device's own mirror of it.
+    pub(crate) fn history_of(&self, table: TableId, len: u32) -> u64 {
+        let row = table.row() as usize;
+        let hash = (0..len).fold(EMPTY, |hash, position| then(hash, self.slot(row, position).token));
+        assert!(
+            len == 0 || hash == self.slot(row, len - 1).history,
+            "{table:?} holds tokens of another sequence"
+        );
+        hash
     }
 
     fn slot(&self, table: usize, position: u32) -> Slot {
