@@ -93,6 +93,30 @@ struct Told {
     end: Option<FinishReason>,
 }
 
+/// How often a history came to what is hard to reach.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Reached {
+    pub(crate) preemptions: u64,
+    pub(crate) reclaimed: u64,
+    pub(crate) copies: u64,
+    pub(crate) accepted_drafts: u64,
+    pub(crate) late_cuts: u64,
+    pub(crate) promises_refused: u64,
+}
+
+impl Reached {
+    pub(crate) fn plus(self, other: Self) -> Self {
+        Self {
+            preemptions: self.preemptions + other.preemptions,
+            reclaimed: self.reclaimed + other.reclaimed,
+            copies: self.copies + other.copies,
+            accepted_drafts: self.accepted_drafts + other.accepted_drafts,
+            late_cuts: self.late_cuts + other.late_cuts,
+            promises_refused: self.promises_refused + other.promises_refused,
+        }
+    }
+}
+
 /// Scheduler, simulated device and model side by side.
 #[derive(Debug)]
 pub(crate) struct World {
@@ -107,8 +131,7 @@ pub(crate) struct World {
     /// Sequences whose logits the outstanding step wants.
     with_logits: BTreeSet<SequenceId>,
     generated: u64,
-    pub(crate) preemptions: u64,
-    pub(crate) copies: u64,
+    pub(crate) reached: Reached,
 }
 
 impl World {
@@ -123,8 +146,7 @@ impl World {
             in_step: false,
             with_logits: BTreeSet::new(),
             generated: 0,
-            preemptions: 0,
-            copies: 0,
+            reached: Reached::default(),
         }
     }
 
@@ -140,8 +162,9 @@ impl World {
         if self.config.admission == Admission::Guaranteed {
             assert_eq!(stats.preemptions, 0, "I8: guaranteed sequences are not preempted");
         }
-        self.preemptions = stats.preemptions;
-        self.copies = stats.cache.block_copies;
+        self.reached.preemptions = stats.preemptions;
+        self.reached.reclaimed = stats.reclaimed;
+        self.reached.copies = stats.cache.block_copies;
     }
 
     fn pick(&self, index: usize) -> Option<SequenceId> {
@@ -220,6 +243,7 @@ impl World {
             Err(error) => {
                 assert_eq!(self.snapshot(), before, "{error}");
                 if let RequestError::PromiseExceeded { needed, available } = error {
+                    self.reached.promises_refused += 1;
                     assert!(needed > available && self.config.admission == Admission::Guaranteed);
                 }
             }
@@ -254,6 +278,7 @@ impl World {
                 let chat = self.chats.get_mut(&id).unwrap();
                 if self.with_logits.contains(&id) || now != len {
                     assert!(self.in_step && now == old, "only a sequence of the step is cut later");
+                    self.reached.late_cuts += 1;
                     chat.cut = Some(chat.cut.map_or(len, |earlier| earlier.min(len)));
                 } else {
                     chat.tokens.truncate(len);
@@ -453,6 +478,7 @@ impl World {
             }
             right.truncate(choice as usize % (right.len() + 1));
             let accepted = right.len() as u32;
+            self.reached.accepted_drafts += u64::from(accepted);
             let next = answer(seen[(row.row + accepted) as usize], row.sequence.sample());
             let result = match (invalid == Some(index), accepted) {
                 (true, _) => RowResult::Invalid,
@@ -555,7 +581,7 @@ impl World {
 
     /// Runs to the end, then drops what was kept: everything must finish, within a bounded number of steps, and every
     /// block must return.
-    pub(crate) fn finish(mut self) {
+    pub(crate) fn finish(mut self) -> Reached {
         self.plan = None;
         let most: usize = self.chats.values().map(|chat| chat.max_len * chat.samples.len().max(1)).sum();
         let bound = most * (self.config.max_preemptions as usize + 3) + 100;
@@ -575,6 +601,7 @@ impl World {
         let stats = self.scheduler.stats();
         assert_eq!((stats.running, stats.waiting, stats.kept), (0, 0, 0));
         assert_eq!((stats.cache.free_blocks, stats.cache.num_tables), (self.cache.num_blocks(), 0), "leaked");
+        self.reached
     }
 
     /// Between planning and commit the scheduler must be sound, too.
