@@ -3,6 +3,12 @@
 //! User mistakes and device limits are errors. A full pool is not: the scheduler waits or preempts. A broken invariant
 //! is neither: it panics in debug builds and comes back as a poisoned cache in release builds.
 
+#[cfg(feature = "wgpu")]
+mod gpu;
+
+#[cfg(feature = "wgpu")]
+pub use gpu::{BindError, DeviceError, PrepareError, RecordError};
+
 use crate::ids::{SequenceId, StepId, TableId};
 use std::fmt;
 
@@ -55,6 +61,20 @@ pub enum ConfigError {
         /// Which size.
         what: &'static str,
     },
+    /// More sequences may run than there are block tables.
+    MaxRunning {
+        /// Sequences asked for.
+        max_running: u32,
+        /// Tables of the cache.
+        max_sequences: u32,
+    },
+    /// The watermark leaves no block to use.
+    Watermark {
+        /// Blocks to be left free.
+        watermark_blocks: u32,
+        /// Blocks of the pool.
+        num_blocks: u32,
+    },
     /// One layer's blocks do not fit into a storage buffer of the device.
     LayerExceedsArena {
         /// Bytes of one layer's blocks.
@@ -89,6 +109,12 @@ impl fmt::Display for ConfigError {
                 write!(f, "a pool of {slots} slots exceeds the {max} that 32 bits can number")
             }
             Self::Overflow { what } => write!(f, "the {what} exceeds its integer type"),
+            Self::MaxRunning { max_running, max_sequences } => {
+                write!(f, "{max_running} sequences cannot run on {max_sequences} block tables")
+            }
+            Self::Watermark { watermark_blocks, num_blocks } => {
+                write!(f, "a watermark of {watermark_blocks} blocks leaves none of {num_blocks} to use")
+            }
             Self::LayerExceedsArena { layer_bytes, max_bytes, max_blocks } => write!(
                 f,
                 "one layer takes {layer_bytes} bytes but a storage buffer may have {max_bytes}: \
@@ -202,6 +228,110 @@ impl fmt::Display for CacheError {
 
 impl std::error::Error for CacheError {}
 
+/// Why the scheduler refuses a request. Nothing has changed then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum RequestError {
+    /// No tokens at all.
+    EmptyPrompt,
+    /// Prompt and new tokens exceed the longest sequence of the cache.
+    ExceedsContext {
+        /// Tokens asked for.
+        needed: u64,
+        /// Tokens that a sequence may hold.
+        max_tokens: u32,
+    },
+    /// The request would not fit if it had the whole pool.
+    NeverFits {
+        /// Blocks it needs.
+        needed_blocks: u64,
+        /// Blocks of the pool.
+        num_blocks: u32,
+    },
+    /// No samples, or more than can run.
+    Samples {
+        /// Samples asked for.
+        samples: u32,
+        /// Most that are possible.
+        max: u32,
+    },
+    /// No such sequence, or it has ended and was not kept.
+    Unknown {
+        /// The id.
+        sequence: SequenceId,
+    },
+    /// Only kept sequences are extended.
+    NotKept {
+        /// The id.
+        sequence: SequenceId,
+    },
+    /// What the sequence may need cannot be promised beside what is promised already.
+    PromiseExceeded {
+        /// Blocks that all promises would add up to.
+        needed: u32,
+        /// Blocks of the pool.
+        available: u32,
+    },
+    /// A position beyond the sequence's tokens.
+    BeyondLength {
+        /// Position asked for.
+        tokens: usize,
+        /// Tokens of the sequence.
+        len: usize,
+    },
+    /// More drafts than the configured lookahead.
+    TooManyDrafts {
+        /// Drafts given.
+        drafts: usize,
+        /// The lookahead.
+        max: u32,
+    },
+    /// The cache refused; see there.
+    Cache(CacheError),
+}
+
+impl fmt::Display for RequestError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::EmptyPrompt => f.write_str("the sequence has no tokens"),
+            Self::ExceedsContext { needed, max_tokens } => {
+                write!(f, "{needed} tokens exceed the {max_tokens} that a sequence may hold")
+            }
+            Self::NeverFits { needed_blocks, num_blocks } => {
+                write!(f, "the request needs {needed_blocks} blocks and the pool has {num_blocks}")
+            }
+            Self::Samples { samples, max } => {
+                write!(f, "{samples} samples were asked for, 1 to {max} are possible")
+            }
+            Self::Unknown { sequence } => write!(f, "there is no sequence {sequence}"),
+            Self::NotKept { sequence } => write!(f, "sequence {sequence} has not finished, or was not kept"),
+            Self::PromiseExceeded { needed, available } => {
+                write!(f, "the promises would add up to {needed} blocks and the pool has {available}")
+            }
+            Self::BeyondLength { tokens, len } => {
+                write!(f, "position {tokens} is beyond the sequence's {len} tokens")
+            }
+            Self::TooManyDrafts { drafts, max } => write!(f, "{drafts} drafts exceed the lookahead of {max}"),
+            Self::Cache(error) => error.fmt(f),
+        }
+    }
+}
+
+impl std::error::Error for RequestError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Cache(error) => Some(error),
+            _ => None,
+        }
+    }
+}
+
+impl From<CacheError> for RequestError {
+    fn from(error: CacheError) -> Self {
+        Self::Cache(error)
+    }
+}
+
 /// Why a plan cannot be committed. The step, if it is outstanding, is rolled back by the next `schedule`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -311,6 +441,8 @@ umbrella! {
     Config(ConfigError),
     /// An operation on the cache.
     Cache(CacheError),
+    /// A request.
+    Request(RequestError),
     /// A commit.
     Commit(CommitError),
 }

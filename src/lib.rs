@@ -3,6 +3,8 @@
 mod cache;
 mod config;
 mod error;
+#[cfg(feature = "wgpu")]
+mod gpu;
 mod ids;
 pub mod reference;
 mod schedule;
@@ -12,9 +14,24 @@ pub use config::{
     ArenaLayout, BlockLayout, CacheConfig, DEFAULT_BLOCK_SIZE, DEFAULT_MAX_SEQUENCES, KvFormat, KvPart,
     KvType, MAX_ARENA_BYTES, MAX_BLOCK_SIZE, MAX_HEAD_DIM, ModelShape,
 };
-pub use error::{CacheError, CommitError, ConfigError, Error};
+pub use error::{CacheError, CommitError, ConfigError, Error, RequestError};
 pub use ids::{BlockId, PADDING_SLOT, RequestId, SequenceId, StepId, TableId, TokenId};
 pub use schedule::{
-    DIRECT, DecodeItem, LogitRow, MergeItem, PrefillItem, SplitConfig, StepBuilder, StepPlan, TableChange,
-    WorkSplit,
+    Admission, DIRECT, DecodeItem, FinishReason, LogitRow, MergeItem, PrefillItem, Request, RowResult,
+    Schedule, Scheduler, SchedulerConfig, SchedulerStats, SplitConfig, StepBuilder, StepEvent, StepPlan,
+    TableChange, WaitReason, WorkSplit,
 };
+
+#[cfg(feature = "wgpu")]
+pub use error::{BindError, DeviceError, PrepareError, RecordError};
+#[cfg(feature = "wgpu")]
+pub use gpu::{
+    AttentionOptions, AttentionStats, BoundTensors, LayerTensors, PagedAttention, PreparedStep, TensorSlice,
+    recommended_features, recommended_limits,
+};
+#[cfg(feature = "wgpu")]
+#[doc(hidden)]
+pub use gpu::shaders;
+/// The wgpu that this version of the library is built on.
+#[cfg(feature = "wgpu")]
+pub use wgpu;

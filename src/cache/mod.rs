@@ -401,15 +401,6 @@ impl KvCache {
         self.outstanding = false;
     }
 
-    /// Gives back blocks that are reserved ahead of a table's length.
-    pub(crate) fn trim(&mut self, table: TableId) {
-        let row = &self.tables[table.row as usize];
-        let used = self.config.layout().blocks_for(row.len);
-        if (row.blocks.len() as u32) > used {
-            self.shrink(table, used);
-        }
-    }
-
     fn live(&self, table: TableId) -> Result<&BlockTable, CacheError> {
         match self.tables.get(table.row as usize) {
             Some(row) if row.live && row.generation == table.generation => Ok(row),

@@ -1,9 +1,20 @@
 //! Requests, admission, preemption, and the plan of each step. Knows no wgpu and no bytes of keys or values.
 
+mod admission;
+mod commit;
+mod planner;
+mod request;
+mod scheduler;
+mod sequence;
 mod step_builder;
 mod step_plan;
 mod work_split;
 
+pub use request::{
+    Admission, FinishReason, Request, RowResult, Schedule, SchedulerConfig, SchedulerStats, StepEvent,
+    WaitReason,
+};
+pub use scheduler::Scheduler;
 pub use step_builder::StepBuilder;
 pub use step_plan::{LogitRow, StepPlan, TableChange};
 pub use work_split::{DIRECT, DecodeItem, MergeItem, PrefillItem, SplitConfig, WorkSplit};

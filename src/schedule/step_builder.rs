@@ -13,23 +13,62 @@ use std::ops::Range;
 pub struct StepBuilder<'a> {
     cache: &'a mut KvCache,
     plan: StepPlan,
+}
+
+/// Starts a step of `cache` in `plan`'s arrays.
+pub(super) fn begin_plan(cache: &mut KvCache, plan: &mut StepPlan) {
+    plan.clear();
+    plan.step = cache.begin_step();
+    plan.cache_instance = cache.instance();
+    plan.fingerprint = cache.config().fingerprint();
+    plan.query_starts.push(0);
+}
+
+/// Appends `tokens`, then `drafts`, to `table` and plans one row for each, with `lookahead` tokens reserved beyond them.
+/// Returns the first row. All or nothing.
+pub(super) fn push_rows(
+    cache: &mut KvCache,
+    plan: &mut StepPlan,
+    table: TableId,
+    tokens: &[TokenId],
+    drafts: &[TokenId],
     lookahead: u32,
+) -> Result<u32, CacheError> {
+    let start = cache.len(table)?;
+    let num_tokens = u32::try_from(tokens.len() + drafts.len()).unwrap_or(u32::MAX);
+    cache.grow(table, num_tokens, lookahead)?;
+    let first_row = plan.num_rows();
+    let end = start + num_tokens;
+    let block_size = cache.config().block_size();
+    let blocks = cache.block_ids(table)?;
+    plan.token_ids.extend_from_slice(tokens);
+    plan.token_ids.extend_from_slice(drafts);
+    plan.positions.extend(start..end);
+    plan.slot_mapping.extend((start..end).map(|position| {
+        blocks[(position / block_size) as usize].index() * block_size + position % block_size
+    }));
+    plan.query_starts.push(first_row + num_tokens);
+    plan.context_lens.push(end);
+    plan.table_rows.push(table.row());
+    let dirty_from = cache.dirty_from(table) as usize;
+    if dirty_from < blocks.len() {
+        plan.table_changes.push(TableChange {
+            table_row: table.row(),
+            first_entry: dirty_from as u32,
+            start: plan.changed_entries.len() as u32,
+            len: (blocks.len() - dirty_from) as u32,
+        });
+        plan.changed_entries.extend(blocks[dirty_from..].iter().map(|block| block.index()));
+    }
+    Ok(first_row)
 }
 
 impl<'a> StepBuilder<'a> {
     /// Starts a step. A step of `cache` that is neither committed nor rolled back is rolled back first.
     pub fn new(cache: &'a mut KvCache) -> Self {
-        Self::recycle(cache, StepPlan::default(), 0)
-    }
-
-    /// The same, in the arrays of an old plan, with `lookahead` tokens reserved beyond each sequence.
-    pub(crate) fn recycle(cache: &'a mut KvCache, mut plan: StepPlan, lookahead: u32) -> Self {
-        plan.clear();
-        plan.step = cache.begin_step();
-        plan.cache_instance = cache.instance();
-        plan.fingerprint = cache.config().fingerprint();
-        plan.query_starts.push(0);
-        Self { cache, plan, lookahead }
+        let mut plan = StepPlan::default();
+        begin_plan(cache, &mut plan);
+        Self { cache, plan }
     }
 
     /// The cache under the step.
@@ -52,32 +91,8 @@ impl<'a> StepBuilder<'a> {
         if tokens.is_empty() {
             return Err(CacheError::NoTokens { table });
         }
-        let start = self.cache.len(table)?;
-        let num_tokens = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
-        self.cache.grow(table, num_tokens, self.lookahead)?;
-        let first_row = self.plan.num_rows();
-        let end = start + num_tokens;
-        let block_size = self.cache.config().block_size();
-        let blocks = self.cache.block_ids(table)?;
-        self.plan.token_ids.extend_from_slice(tokens);
-        self.plan.positions.extend(start..end);
-        self.plan.slot_mapping.extend((start..end).map(|position| {
-            blocks[(position / block_size) as usize].index() * block_size + position % block_size
-        }));
-        self.plan.query_starts.push(first_row + num_tokens);
-        self.plan.context_lens.push(end);
-        self.plan.table_rows.push(table.row());
-        let dirty_from = self.cache.dirty_from(table);
-        if (dirty_from as usize) < blocks.len() {
-            self.plan.table_changes.push(TableChange {
-                table_row: table.row(),
-                first_entry: dirty_from,
-                start: self.plan.changed_entries.len() as u32,
-                len: blocks.len() as u32 - dirty_from,
-            });
-            self.plan.changed_entries.extend(blocks[dirty_from as usize..].iter().map(|block| block.index()));
-        }
-        Ok(first_row..first_row + num_tokens)
+        let first_row = push_rows(self.cache, &mut self.plan, table, tokens, &[], 0)?;
+        Ok(first_row..self.plan.num_rows())
     }
 
     /// Asks for the logits of `num_rows` rows from `row` on, for `sequence`.

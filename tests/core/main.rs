@@ -1,5 +1,7 @@
 //! Tests of the host core; they need no GPU and no wgpu.
+#![allow(clippy::unwrap_used)]
 
 mod reference;
 mod reference_bugs;
 mod rig;
+mod scenarios;

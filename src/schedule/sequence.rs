@@ -1,0 +1,104 @@
+//! One sequence's record: its tokens, how far they are computed, and which state it is in.
+//!
+//! ```text
+//!            admit              finish, kept
+//!  Waiting ────────▶ Running ────────────────▶ Kept
+//!     ▲  ◀────────── │  preempt                 │
+//!     └───────────────────── extend ────────────┘
+//! ```
+//! A sequence that finishes and is not kept has no record any more. `tokens[..computed]` are in the cache; what follows
+//! is to be computed, and the last token's logits choose the next one.
+
+use crate::ids::{SequenceId, TableId, TokenId};
+use std::sync::Arc;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum State {
+    Waiting,
+    Running,
+    Kept,
+}
+
+/// A table to share once the outstanding step has ended.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PendingFork {
+    pub(super) parent: TableId,
+    /// Tokens to share.
+    pub(super) at: u32,
+}
+
+#[derive(Debug)]
+pub(super) struct Sequence {
+    pub(super) id: SequenceId,
+    /// Place in the queue; a preempted sequence keeps it.
+    pub(super) arrival: u64,
+    pub(super) state: State,
+    pub(super) tokens: Vec<TokenId>,
+    /// Input tokens of the current turn end here; the rest was generated.
+    pub(super) input_len: u32,
+    /// Declared maximum length.
+    pub(super) max_tokens: u32,
+    /// Whether `max_tokens` is the context's limit rather than the request's.
+    pub(super) to_context_end: bool,
+    pub(super) stop_tokens: Arc<[TokenId]>,
+    pub(super) keep: bool,
+    /// Samples that the first new token is chosen for; empty once it is.
+    pub(super) pending_samples: Vec<u32>,
+    pub(super) table: Option<TableId>,
+    pub(super) fork: Option<PendingFork>,
+    /// Committed tokens in the cache.
+    pub(super) computed: u32,
+    /// Most tokens that were ever computed: what lies below is recomputed after a preemption.
+    pub(super) high_water: u32,
+    pub(super) drafts: Vec<TokenId>,
+    /// Rows in the outstanding plan.
+    pub(super) planned_rows: u32,
+    /// Logit rows in the outstanding plan.
+    pub(super) planned_logits: u32,
+    pub(super) preemptions: u32,
+    /// Everything it may still need is reserved, and it is not preempted.
+    pub(super) protected: bool,
+    /// Its declared maximum is promised (guaranteed admission).
+    pub(super) promised: bool,
+    /// Pending samples to be aborted when the outstanding step ends.
+    pub(super) aborted_samples: Vec<u32>,
+    /// To be aborted when the outstanding step ends.
+    pub(super) aborting: bool,
+    /// To be cut to this length when the outstanding step ends.
+    pub(super) truncating: Option<u32>,
+}
+
+impl Sequence {
+    pub(super) fn len(&self) -> u32 {
+        self.tokens.len() as u32
+    }
+
+    /// Tokens whose keys and values are not in the cache: at least one while it waits or runs.
+    pub(super) fn uncomputed(&self) -> u32 {
+        self.len() - self.computed
+    }
+
+    /// One row per step from here on, drafts apart.
+    pub(super) fn is_decoding(&self) -> bool {
+        self.uncomputed() == 1 && self.computed > 0
+    }
+
+    /// Whether the last row's logits are wanted.
+    pub(super) fn wants_token(&self) -> bool {
+        self.len() < self.max_tokens
+    }
+
+    /// Drafts that the next step verifies: none until the first token is chosen, none beyond the declared maximum.
+    pub(super) fn usable_drafts(&self) -> u32 {
+        if self.uncomputed() != 1 || !self.pending_samples.is_empty() || !self.wants_token() {
+            return 0;
+        }
+        // Drafts and the token after them fit below the maximum.
+        (self.drafts.len() as u32).min(self.max_tokens - self.len() - 1)
+    }
+
+    /// Running sequences that this one stands for: its samples until they part.
+    pub(super) fn width(&self) -> u32 {
+        (self.pending_samples.len() as u32).max(1)
+    }
+}
