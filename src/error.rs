@@ -3,6 +3,12 @@
 //! User mistakes and device limits are errors. A full pool is not: the scheduler waits or preempts. A broken invariant
 //! is neither: it panics in debug builds and comes back as a poisoned cache in release builds.
 
+#[cfg(feature = "wgpu")]
+mod gpu;
+
+#[cfg(feature = "wgpu")]
+pub use gpu::{BindError, DeviceError, PrepareError, RecordError};
+
 use crate::ids::{SequenceId, StepId, TableId};
 use std::fmt;
 

@@ -3,6 +3,8 @@
 mod cache;
 mod config;
 mod error;
+#[cfg(feature = "wgpu")]
+mod gpu;
 mod ids;
 pub mod reference;
 mod schedule;
@@ -19,3 +21,17 @@ pub use schedule::{
     Schedule, Scheduler, SchedulerConfig, SchedulerStats, SplitConfig, StepBuilder, StepEvent, StepPlan,
     TableChange, WaitReason, WorkSplit,
 };
+
+#[cfg(feature = "wgpu")]
+pub use error::{BindError, DeviceError, PrepareError, RecordError};
+#[cfg(feature = "wgpu")]
+pub use gpu::{
+    AttentionOptions, AttentionStats, BoundTensors, LayerTensors, PagedAttention, PreparedStep, TensorSlice,
+    recommended_features, recommended_limits,
+};
+#[cfg(feature = "wgpu")]
+#[doc(hidden)]
+pub use gpu::shaders;
+/// The wgpu that this version of the library is built on.
+#[cfg(feature = "wgpu")]
+pub use wgpu;

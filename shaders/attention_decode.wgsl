@@ -1,0 +1,50 @@
+// Attention of sequences that compute one row.
+//
+// Work item: (sequence, kv head, tile of that kv head's query heads, span of keys); one workgroup each, 64 invocations.
+// Every element of K and V that is read serves all heads of the tile. A span that is its row's only one writes the
+// final result, the others a partial one with its maximum and sum for `attention_merge`.
+//
+// Twin: `reference::attention_decode`. Algorithm and source: `common/attention_core.wgsl`.
+
+// All queries of a workgroup see the same keys.
+const CAUSAL = false;
+
+@compute @workgroup_size(WORKGROUP)
+fn attention_decode(@builtin(workgroup_id) workgroup: vec3<u32>, invocation: Invocation) {
+    let per_item = layer.num_kv_heads * layer.head_tiles;
+    let index = workgroup_index(workgroup);
+    if (index >= plan.num_decode_items * per_item) {
+        return;
+    }
+    let item = plan.decode_items + (index / per_item) * 4u;
+    let sequence = metadata[item];
+    let first_token = metadata[item + 1u];
+    let end_token = metadata[item + 2u];
+    let partial = metadata[item + 3u];
+    let row = metadata[plan.query_starts + sequence];
+
+    // Heads of a kv head in tiles of QUERIES, the last one perhaps with fewer.
+    let kv_head = (index % per_item) / layer.head_tiles;
+    let first_head = (index % layer.head_tiles) * QUERIES;
+    let num_queries = min(QUERIES, layer.heads_per_kv_head - first_head);
+    let head = kv_head * layer.heads_per_kv_head + first_head;
+
+    var span: Span;
+    span.kv_head = kv_head;
+    span.table = metadata[plan.table_rows + sequence] * layer.table_entries;
+    span.first_token = first_token;
+    span.end_token = end_token;
+    span.unmasked_end = end_token;
+    span.num_queries = num_queries;
+    span.direct = partial == DIRECT;
+
+    let query_row = row * tensors.query_stride;
+    let result_row = row * tensors.output_stride;
+    let partial_row = partial * layer.num_query_heads;
+    var queries: Queries;
+    let head_Q = head + min(QUERY_Q, num_queries - 1u);
+    queries.start_Q = query_row + head_Q * (K_HEAD_DIM / 4u);
+    queries.visible_Q = end_token;
+    queries.place_Q = select((partial_row + head_Q) * PARTIAL_VECS, result_row + head_Q * (V_HEAD_DIM / 4u), span.direct);
+    attend(invocation, span, queries);
+}

@@ -1,0 +1,46 @@
+// Attention of sequences that compute several rows: a prompt, or a chunk of one that starts anywhere.
+//
+// Work item: (sequence, kv head, tile of queries); one workgroup each, 64 invocations. The queries of a sequence and kv
+// head are numbered row by row, and within a row head by head; a tile is QUERIES of them, across rows as it comes. Rows
+// are causal, aligned to the end of the context: row `i` of `n` sees the first `context - n + i + 1` keys.
+//
+// Twin: `reference::attention_prefill`. Algorithm and source: `common/attention_core.wgsl`.
+
+// The queries of a workgroup may see different numbers of keys.
+const CAUSAL = true;
+
+@compute @workgroup_size(WORKGROUP)
+fn attention_prefill(@builtin(workgroup_id) workgroup: vec3<u32>, invocation: Invocation) {
+    let index = workgroup_index(workgroup);
+    if (index >= plan.num_prefill_items * layer.num_kv_heads) {
+        return;
+    }
+    let item = plan.prefill_items + (index / layer.num_kv_heads) * 4u;
+    let kv_head = index % layer.num_kv_heads;
+    let sequence = metadata[item];
+    let first_query = metadata[item + 1u];
+    let end_query = metadata[item + 2u];
+    let first_row = metadata[plan.query_starts + sequence];
+    let num_rows = metadata[plan.query_starts + sequence + 1u] - first_row;
+    // Keys that the first row sees.
+    let visible = metadata[plan.context_lens + sequence] - num_rows + 1u;
+    let heads = layer.heads_per_kv_head;
+
+    var span: Span;
+    span.kv_head = kv_head;
+    span.table = metadata[plan.table_rows + sequence] * layer.table_entries;
+    span.first_token = 0u;
+    span.end_token = visible + (end_query - 1u) / heads;
+    span.unmasked_end = visible + first_query / heads;
+    span.num_queries = end_query - first_query;
+    span.direct = true;
+
+    var queries: Queries;
+    let query_Q = min(first_query + QUERY_Q, end_query - 1u);
+    let row_Q = first_row + query_Q / heads;
+    let head_Q = kv_head * heads + query_Q % heads;
+    queries.start_Q = row_Q * tensors.query_stride + head_Q * (K_HEAD_DIM / 4u);
+    queries.visible_Q = visible + query_Q / heads;
+    queries.place_Q = row_Q * tensors.output_stride + head_Q * (V_HEAD_DIM / 4u);
+    attend(invocation, span, queries);
+}

@@ -1,0 +1,6 @@
+// Sixteen bytes of a key row from the app's f32 key at `start`: four f32.
+const K_CHUNK_VECS = 1u;
+
+fn pack_k_chunk(start: u32) -> vec4<u32> {
+    return bitcast<vec4<u32>>(key[start]);
+}

@@ -1,0 +1,66 @@
+// What every kernel knows: the step, the layer, and the step's arrays. Mirrors of `src/gpu/params.rs`.
+
+// Where the step's arrays start in `metadata`, in words, and how many items this dispatch has.
+// A dispatch that continues a list cut by the work budget has its own copy with later starts.
+struct StepParams {
+    num_rows: u32,
+    token_ids: u32,
+    positions: u32,
+    slot_mapping: u32,
+    query_starts: u32,
+    context_lens: u32,
+    table_rows: u32,
+    decode_items: u32,
+    num_decode_items: u32,
+    prefill_items: u32,
+    num_prefill_items: u32,
+    merge_items: u32,
+    num_merge_items: u32,
+    block_copies: u32,
+    num_block_copies: u32,
+    padding: u32,
+}
+
+// One layer: where it lies in its arena, in units of 16 bytes, and the shape that is not compiled in.
+struct LayerParams {
+    block_stride: u32,
+    layer_start: u32,
+    block_shift: u32,
+    table_entries: u32,
+    num_kv_heads: u32,
+    num_query_heads: u32,
+    heads_per_kv_head: u32,
+    head_tiles: u32,
+    // Scale of the logits times log2(e): the softmax is in base 2.
+    scale_log2: f32,
+    padding_0: u32,
+    padding_1: u32,
+    padding_2: u32,
+}
+
+@group(0) @binding(0) var<uniform> plan: StepParams;
+// The step's flat arrays, `[words]`.
+@group(0) @binding(1) var<storage, read> metadata: array<u32>;
+// Block ids, `[max_sequences][table_entries]`.
+@group(0) @binding(2) var<storage, read> block_tables: array<u32>;
+@group(0) @binding(3) var<uniform> layer: LayerParams;
+
+// Rows of the app's tensors, in units of 16 bytes.
+struct TensorParams {
+    query_stride: u32,
+    key_stride: u32,
+    value_stride: u32,
+    output_stride: u32,
+}
+
+const WORKGROUP = 64u;
+// The finite stand-in for "no logit yet": below every real one, and `exp2` of any difference to it is 0.
+const NO_LOGIT = -3.0e38;
+// Slot of a padding row, and destination of a decode item that is its row's only one.
+const PADDING_SLOT = 0xffffffffu;
+const DIRECT = 0xffffffffu;
+
+// The flat index of a workgroup in a dispatch that may be folded over x and y.
+fn workgroup_index(workgroup: vec3<u32>) -> u32 {
+    return workgroup.y * FOLD + workgroup.x;
+}

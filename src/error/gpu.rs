@@ -1,0 +1,451 @@
+//! Errors of the device part: creating it, binding tensors, preparing a step, recording it.
+
+use crate::error::ConfigError;
+use std::error::Error;
+use std::fmt;
+
+/// Why the device part cannot be created on a device.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// The cache cannot be laid out within the device's limits, or the model's shape is not supported.
+    Config(ConfigError),
+    /// The cache was made for another shape than the one given.
+    ShapeMismatch {
+        /// Which number differs.
+        field: &'static str,
+        /// The shape's.
+        shape: u32,
+        /// The cache's.
+        cache: u32,
+    },
+    /// A limit that the application enabled is too low.
+    LimitTooLow {
+        /// Its name in `wgpu::Limits`.
+        limit: &'static str,
+        /// What is needed.
+        needed: u64,
+        /// What the device has enabled.
+        actual: u64,
+    },
+    /// The device has no memory for a buffer.
+    OutOfMemory {
+        /// What the buffer is for.
+        object: &'static str,
+        /// Bytes asked for.
+        asked_bytes: u64,
+        /// Bytes that had been created before, and were given back.
+        created_bytes: u64,
+    },
+    /// The device refused an object for another reason.
+    Refused {
+        /// The object.
+        object: &'static str,
+        /// wgpu's error.
+        source: Box<dyn Error + Send + Sync>,
+    },
+}
+
+impl fmt::Display for DeviceError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Config(error) => error.fmt(f),
+            Self::ShapeMismatch { field, shape, cache } => {
+                write!(f, "the shape has {field} {shape} but the cache was made for {cache}")
+            }
+            Self::LimitTooLow { limit, needed, actual } => {
+                write!(f, "the device has enabled {limit} of {actual}, {needed} is needed")
+            }
+            Self::OutOfMemory { object, asked_bytes, created_bytes } => write!(
+                f,
+                "no device memory for {asked_bytes} bytes of {object}, after {created_bytes} bytes had been created"
+            ),
+            Self::Refused { object, source } => write!(f, "the device refused {object}: {source}"),
+        }
+    }
+}
+
+impl Error for DeviceError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::Config(error) => Some(error),
+            Self::Refused { source, .. } => Some(&**source),
+            _ => None,
+        }
+    }
+}
+
+impl From<ConfigError> for DeviceError {
+    fn from(error: ConfigError) -> Self {
+        Self::Config(error)
+    }
+}
+
+/// Why tensors cannot be bound. `tensor` is the name of the field in [`LayerTensors`](crate::LayerTensors).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BindError {
+    /// The slice has no rows.
+    NoRows {
+        /// Which tensor.
+        tensor: &'static str,
+    },
+    /// The buffer ends before the slice's last row does.
+    TensorTooSmall {
+        /// Which tensor.
+        tensor: &'static str,
+        /// Bytes of the buffer that the slice needs, its offset included.
+        needed_bytes: u64,
+        /// Bytes of the buffer.
+        actual_bytes: u64,
+    },
+    /// The slice is larger than a storage binding may be.
+    TensorTooLarge {
+        /// Which tensor.
+        tensor: &'static str,
+        /// Bytes of the slice.
+        bytes: u64,
+        /// Most bytes that a binding may have.
+        max_bytes: u64,
+    },
+    /// The offset is not a multiple of the device's alignment.
+    MisalignedOffset {
+        /// Which tensor.
+        tensor: &'static str,
+        /// The offset.
+        offset: u64,
+        /// The alignment.
+        alignment: u32,
+    },
+    /// Rows are closer than they are long.
+    RowStrideTooSmall {
+        /// Which tensor.
+        tensor: &'static str,
+        /// Elements from row to row.
+        row_stride: u32,
+        /// Elements of a row.
+        row_elements: u32,
+    },
+    /// The row stride is not a multiple of four elements.
+    RowStrideAlignment {
+        /// Which tensor.
+        tensor: &'static str,
+        /// Elements from row to row.
+        row_stride: u32,
+    },
+    /// The buffer was created without `BufferUsages::STORAGE`.
+    MissingStorageUsage {
+        /// Which tensor.
+        tensor: &'static str,
+    },
+    /// The output lies in the buffer of an input, which one dispatch cannot read and write.
+    OutputAliases {
+        /// The input.
+        tensor: &'static str,
+    },
+    /// The device has no memory for the binding's parameters.
+    OutOfMemory {
+        /// Bytes asked for.
+        asked_bytes: u64,
+    },
+    /// The device refused a buffer or a bind group, such as a buffer of another device.
+    Refused,
+}
+
+impl fmt::Display for BindError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::NoRows { tensor } => write!(f, "{tensor} has no rows"),
+            Self::TensorTooSmall { tensor, needed_bytes, actual_bytes } => {
+                write!(f, "{tensor} needs {needed_bytes} bytes of a buffer of {actual_bytes}")
+            }
+            Self::TensorTooLarge { tensor, bytes, max_bytes } => {
+                write!(f, "{tensor} takes {bytes} bytes but a storage binding may have {max_bytes}")
+            }
+            Self::MisalignedOffset { tensor, offset, alignment } => {
+                write!(f, "the offset {offset} of {tensor} is not a multiple of {alignment}")
+            }
+            Self::RowStrideTooSmall { tensor, row_stride, row_elements } => {
+                write!(f, "rows of {tensor} have {row_elements} elements but are {row_stride} apart")
+            }
+            Self::RowStrideAlignment { tensor, row_stride } => {
+                write!(f, "the row stride {row_stride} of {tensor} is not a multiple of 4")
+            }
+            Self::MissingStorageUsage { tensor } => {
+                write!(f, "the buffer of {tensor} was created without STORAGE usage")
+            }
+            Self::OutputAliases { tensor } => write!(f, "output lies in the buffer of {tensor}"),
+            Self::OutOfMemory { asked_bytes } => write!(f, "no device memory for {asked_bytes} bytes"),
+            Self::Refused => f.write_str("the device refused the binding"),
+        }
+    }
+}
+
+impl Error for BindError {}
+
+/// Why a plan cannot be prepared. Except for [`StepsInFlight`](Self::StepsInFlight), which passes, each one means that
+/// the plan and the attention object do not belong together, or that the plan is broken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum PrepareError {
+    /// The plan was made for a cache of another configuration.
+    Fingerprint {
+        /// The plan's.
+        plan: u64,
+        /// The attention object's.
+        attention: u64,
+    },
+    /// The plan comes from another cache than the first plan did; the blocks on the device belong to that one.
+    CacheInstance {
+        /// The plan's cache.
+        plan: u64,
+        /// The cache of the first plan.
+        attention: u64,
+    },
+    /// The step was prepared before, or is older than one that was.
+    StepNotNewer {
+        /// The plan's step.
+        step: u64,
+        /// The last step prepared.
+        last: u64,
+    },
+    /// An array has not the length that the others ask for.
+    Length {
+        /// Which array.
+        array: &'static str,
+        /// Its length.
+        actual: u64,
+        /// The length it must have.
+        expected: u64,
+    },
+    /// The rows of a sequence end before they start or beyond the step's rows, or the first does not start at 0.
+    QueryStarts {
+        /// Index of the sequence.
+        sequence: u32,
+        /// First row.
+        start: u32,
+        /// End of its rows.
+        end: u32,
+    },
+    /// A sequence has more rows than its context has tokens.
+    RowsExceedContext {
+        /// Index of the sequence.
+        sequence: u32,
+        /// Its rows.
+        rows: u32,
+        /// Its context length.
+        context: u32,
+    },
+    /// A context is longer than the declared maximum.
+    ContextTooLong {
+        /// Index of the sequence.
+        sequence: u32,
+        /// Its context length.
+        context: u32,
+        /// Most tokens of a sequence.
+        max: u32,
+    },
+    /// A block table does not exist.
+    TableRow {
+        /// The row asked for.
+        table_row: u32,
+        /// Number of tables.
+        max_sequences: u32,
+    },
+    /// A context reaches beyond the block-table entries that the device has been given.
+    EntriesUnknown {
+        /// Index of the sequence.
+        sequence: u32,
+        /// Entries that its context needs.
+        needed: u32,
+        /// Entries that its table has.
+        known: u32,
+    },
+    /// Changed entries do not lie within their table, or leave a gap before them.
+    TableRange {
+        /// Row of the table.
+        table_row: u32,
+        /// First changed entry.
+        first_entry: u32,
+        /// Number of changed entries.
+        len: u32,
+        /// Entries of the table that may be written: those known, or the table's capacity.
+        entries: u32,
+    },
+    /// A block does not exist.
+    BlockOutOfRange {
+        /// The block.
+        block: u32,
+        /// Number of blocks.
+        num_blocks: u32,
+    },
+    /// A slot does not exist.
+    SlotOutOfRange {
+        /// The row that it is for.
+        row: u32,
+        /// The slot.
+        slot: u32,
+        /// Number of slots.
+        num_slots: u32,
+    },
+    /// Two rows are written to one slot.
+    SlotTwice {
+        /// The slot.
+        slot: u32,
+    },
+    /// A row that belongs to no sequence has a slot.
+    RowWithoutSequence {
+        /// The row.
+        row: u32,
+    },
+    /// A block is source and destination of copies of one step.
+    CopyConflict {
+        /// The block.
+        block: u32,
+    },
+    /// A block is the destination of two copies.
+    CopyDestinationTwice {
+        /// The block.
+        block: u32,
+    },
+    /// A fixed-span step needs more partial results than the scratch buffer holds.
+    ScratchTooSmall {
+        /// Partial results needed.
+        needed: u64,
+        /// Partial results that fit.
+        available: u64,
+    },
+    /// The step's metadata is larger than a storage binding may be.
+    MetadataTooLarge {
+        /// Bytes of metadata.
+        bytes: u64,
+        /// Most bytes that a binding may have.
+        max_bytes: u64,
+    },
+    /// As many steps as the library keeps apart are prepared or in flight. Submit them, and poll the device so that
+    /// wgpu learns that they have completed.
+    StepsInFlight {
+        /// Most steps that may be in flight.
+        max: u32,
+    },
+    /// The device has no memory for the step's metadata.
+    OutOfMemory {
+        /// Bytes asked for.
+        asked_bytes: u64,
+    },
+}
+
+impl fmt::Display for PrepareError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Fingerprint { plan, attention } => write!(
+                f,
+                "the plan is for a cache of configuration {plan:#018x}, the attention object for {attention:#018x}"
+            ),
+            Self::CacheInstance { plan, attention } => {
+                write!(f, "the plan comes from cache {plan} but the blocks on the device are those of {attention}")
+            }
+            Self::StepNotNewer { step, last } => {
+                write!(f, "step {step} is not newer than step {last}, which was prepared before")
+            }
+            Self::Length { array, actual, expected } => {
+                write!(f, "{array} has {actual} entries instead of {expected}")
+            }
+            Self::QueryStarts { sequence, start, end } => {
+                write!(f, "sequence {sequence} cannot have the rows {start}..{end}")
+            }
+            Self::RowsExceedContext { sequence, rows, context } => {
+                write!(f, "sequence {sequence} has {rows} rows but a context of {context}")
+            }
+            Self::ContextTooLong { sequence, context, max } => {
+                write!(f, "sequence {sequence} has a context of {context}, at most {max} were declared")
+            }
+            Self::TableRow { table_row, max_sequences } => {
+                write!(f, "block table {table_row} does not exist, there are {max_sequences}")
+            }
+            Self::EntriesUnknown { sequence, needed, known } => {
+                write!(f, "sequence {sequence} needs {needed} block-table entries, the device has {known}")
+            }
+            Self::TableRange { table_row, first_entry, len, entries } => {
+                write!(f, "{len} entries from {first_entry} on do not fit the {entries} of block table {table_row}")
+            }
+            Self::BlockOutOfRange { block, num_blocks } => {
+                write!(f, "block {block} does not exist, there are {num_blocks}")
+            }
+            Self::SlotOutOfRange { row, slot, num_slots } => {
+                write!(f, "slot {slot} of row {row} does not exist, there are {num_slots}")
+            }
+            Self::SlotTwice { slot } => write!(f, "two rows are written to slot {slot}"),
+            Self::RowWithoutSequence { row } => write!(f, "row {row} belongs to no sequence but has a slot"),
+            Self::CopyConflict { block } => write!(f, "block {block} is both source and destination of a copy"),
+            Self::CopyDestinationTwice { block } => write!(f, "block {block} is the destination of two copies"),
+            Self::ScratchTooSmall { needed, available } => {
+                write!(f, "the step has {needed} partial results, the scratch buffer holds {available}")
+            }
+            Self::MetadataTooLarge { bytes, max_bytes } => {
+                write!(f, "the step's metadata takes {bytes} bytes but a storage binding may have {max_bytes}")
+            }
+            Self::StepsInFlight { max } => {
+                write!(f, "{max} steps are in flight: submit them, and poll the device")
+            }
+            Self::OutOfMemory { asked_bytes } => {
+                write!(f, "no device memory for {asked_bytes} bytes of step metadata")
+            }
+        }
+    }
+}
+
+impl Error for PrepareError {}
+
+/// Why a layer cannot be recorded. The step should be dropped, and its plan too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum RecordError {
+    /// The step was prepared by another attention object.
+    ForeignStep,
+    /// The tensors were bound by another attention object.
+    ForeignTensors,
+    /// `record_transfers` was not called before the first layer, or before `record_block_copies`.
+    TransfersMissing,
+    /// `record_transfers` was called twice, or after a layer.
+    TransfersOutOfOrder,
+    /// `record_block_copies` was not called before the first layer.
+    BlockCopiesMissing,
+    /// `record_block_copies` was called twice, or after a layer.
+    BlockCopiesOutOfOrder,
+    /// Layers are recorded in order, each once.
+    LayerOutOfOrder {
+        /// The layer asked for.
+        layer: u32,
+        /// The layer that is next; the number of layers when all are recorded.
+        expected: u32,
+    },
+    /// The step has more rows than the tensors were bound with.
+    TooManyRows {
+        /// Rows of the step.
+        rows: u32,
+        /// Rows of the smallest tensor.
+        capacity: u32,
+    },
+}
+
+impl fmt::Display for RecordError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::ForeignStep => f.write_str("the step was prepared by another attention object"),
+            Self::ForeignTensors => f.write_str("the tensors were bound by another attention object"),
+            Self::TransfersMissing => f.write_str("record_transfers has not been called for the step"),
+            Self::TransfersOutOfOrder => f.write_str("record_transfers was called twice or too late"),
+            Self::BlockCopiesMissing => f.write_str("record_block_copies has not been called for the step"),
+            Self::BlockCopiesOutOfOrder => f.write_str("record_block_copies was called twice or too late"),
+            Self::LayerOutOfOrder { layer, expected } => {
+                write!(f, "layer {layer} was recorded where layer {expected} is next")
+            }
+            Self::TooManyRows { rows, capacity } => {
+                write!(f, "the step has {rows} rows, the tensors were bound with {capacity}")
+            }
+        }
+    }
+}
+
+impl Error for RecordError {}

@@ -1,0 +1,234 @@
+//! Checks a plan before any shader sees it: the shaders are compiled without bounds checks and trust every number.
+
+use crate::config::CacheConfig;
+use crate::error::PrepareError;
+use crate::ids::PADDING_SLOT;
+use crate::schedule::{StepPlan, TableChange};
+
+/// The numbers that a plan must stay within, and what the device has been told so far.
+#[derive(Debug)]
+pub(super) struct PlanChecker {
+    fingerprint: u64,
+    num_blocks: u32,
+    block_size: u32,
+    num_slots: u32,
+    max_sequences: u32,
+    table_entries: u32,
+    max_sequence_tokens: u32,
+    /// The cache whose blocks are on the device: that of the first plan.
+    cache_instance: Option<u64>,
+    last_step: u64,
+    /// Entries per table that recorded steps have written to the device.
+    known_entries: Vec<u32>,
+    /// `known_entries` as the plan at hand will leave it.
+    planned_entries: Vec<u32>,
+    /// Sorted slots, then sorted destinations of copies.
+    sorted: Vec<u32>,
+}
+
+impl PlanChecker {
+    pub(super) fn new(cache: &CacheConfig) -> Self {
+        let tables = cache.max_sequences() as usize;
+        Self {
+            fingerprint: cache.fingerprint(),
+            num_blocks: cache.num_blocks(),
+            block_size: cache.block_size(),
+            // A cache has fewer than 2^32 - 1 slots.
+            num_slots: cache.num_blocks() * cache.block_size(),
+            max_sequences: cache.max_sequences(),
+            table_entries: cache.table_entries(),
+            max_sequence_tokens: cache.max_sequence_tokens(),
+            cache_instance: None,
+            last_step: 0,
+            known_entries: vec![0; tables],
+            planned_entries: vec![0; tables],
+            sorted: Vec::new(),
+        }
+    }
+
+    /// Checks every number of `plan`.
+    pub(super) fn check(&mut self, plan: &StepPlan) -> Result<(), PrepareError> {
+        self.check_origin(plan)?;
+        check_lengths(plan)?;
+        self.check_tables(plan)?;
+        self.check_sequences(plan)?;
+        self.check_slots(plan)?;
+        self.check_copies(plan)
+    }
+
+    /// Takes note that `plan`, which was checked, is prepared: later ones must be newer and of the same cache.
+    pub(super) fn accept(&mut self, plan: &StepPlan) {
+        self.cache_instance = Some(plan.cache_instance());
+        self.last_step = plan.step().raw();
+    }
+
+    /// Whether a plan has been prepared, so that the pool may hold something.
+    pub(super) fn has_accepted(&self) -> bool {
+        self.cache_instance.is_some()
+    }
+
+    /// Takes note that these changes are being written to the device.
+    pub(super) fn record_changes(&mut self, changes: &[TableChange]) {
+        for change in changes {
+            let known = &mut self.known_entries[change.table_row as usize];
+            *known = (*known).max(change.first_entry + change.len);
+        }
+    }
+
+    fn check_origin(&self, plan: &StepPlan) -> Result<(), PrepareError> {
+        if plan.fingerprint() != self.fingerprint {
+            return Err(PrepareError::Fingerprint {
+                plan: plan.fingerprint(),
+                attention: self.fingerprint,
+            });
+        }
+        if let Some(attention) = self.cache_instance.filter(|&instance| instance != plan.cache_instance()) {
+            return Err(PrepareError::CacheInstance { plan: plan.cache_instance(), attention });
+        }
+        if plan.step().raw() <= self.last_step {
+            return Err(PrepareError::StepNotNewer { step: plan.step().raw(), last: self.last_step });
+        }
+        Ok(())
+    }
+
+    fn check_block(&self, block: u32) -> Result<(), PrepareError> {
+        if block >= self.num_blocks {
+            return Err(PrepareError::BlockOutOfRange { block, num_blocks: self.num_blocks });
+        }
+        Ok(())
+    }
+
+    fn check_table_row(&self, table_row: u32) -> Result<(), PrepareError> {
+        if table_row >= self.max_sequences {
+            return Err(PrepareError::TableRow { table_row, max_sequences: self.max_sequences });
+        }
+        Ok(())
+    }
+
+    fn check_tables(&mut self, plan: &StepPlan) -> Result<(), PrepareError> {
+        self.planned_entries.copy_from_slice(&self.known_entries);
+        let mut next_start = 0u64;
+        for &TableChange { table_row, first_entry, start, len } in plan.table_changes() {
+            self.check_table_row(table_row)?;
+            let known = &mut self.planned_entries[table_row as usize];
+            let out_of_range = |entries| PrepareError::TableRange { table_row, first_entry, len, entries };
+            if first_entry > *known {
+                return Err(out_of_range(*known));
+            }
+            let end = u64::from(first_entry) + u64::from(len);
+            if end > u64::from(self.table_entries) {
+                return Err(out_of_range(self.table_entries));
+            }
+            *known = (*known).max(end as u32);
+            if u64::from(start) != next_start {
+                return Err(PrepareError::Length {
+                    array: "changed_entries",
+                    actual: u64::from(start),
+                    expected: next_start,
+                });
+            }
+            next_start += u64::from(len);
+        }
+        let entries = plan.changed_entries();
+        if entries.len() as u64 != next_start {
+            return Err(PrepareError::Length {
+                array: "changed_entries",
+                actual: entries.len() as u64,
+                expected: next_start,
+            });
+        }
+        entries.iter().try_for_each(|&block| self.check_block(block))
+    }
+
+    fn check_sequences(&self, plan: &StepPlan) -> Result<(), PrepareError> {
+        let num_rows = plan.num_rows();
+        let mut expected_start = 0;
+        for sequence in 0..plan.num_sequences() {
+            let index = sequence as usize;
+            let (start, end) = (plan.query_starts()[index], plan.query_starts()[index + 1]);
+            if start != expected_start || end < start || end > num_rows {
+                return Err(PrepareError::QueryStarts { sequence, start, end });
+            }
+            expected_start = end;
+            let context = plan.context_lens()[index];
+            if end - start > context {
+                return Err(PrepareError::RowsExceedContext { sequence, rows: end - start, context });
+            }
+            if context > self.max_sequence_tokens {
+                return Err(PrepareError::ContextTooLong { sequence, context, max: self.max_sequence_tokens });
+            }
+            let table_row = plan.table_rows()[index];
+            self.check_table_row(table_row)?;
+            let needed = context.div_ceil(self.block_size);
+            let known = self.planned_entries[table_row as usize];
+            if needed > known {
+                return Err(PrepareError::EntriesUnknown { sequence, needed, known });
+            }
+        }
+        let unowned = plan.slot_mapping()[expected_start as usize..].iter();
+        match (expected_start..).zip(unowned).find(|(_, slot)| **slot != PADDING_SLOT) {
+            Some((row, _)) => Err(PrepareError::RowWithoutSequence { row }),
+            None => Ok(()),
+        }
+    }
+
+    fn check_slots(&mut self, plan: &StepPlan) -> Result<(), PrepareError> {
+        self.sorted.clear();
+        for (row, &slot) in (0..).zip(plan.slot_mapping()) {
+            if slot == PADDING_SLOT {
+                continue;
+            }
+            if slot >= self.num_slots {
+                return Err(PrepareError::SlotOutOfRange { row, slot, num_slots: self.num_slots });
+            }
+            self.sorted.push(slot);
+        }
+        self.sorted.sort_unstable();
+        match self.sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+            Some(pair) => Err(PrepareError::SlotTwice { slot: pair[0] }),
+            None => Ok(()),
+        }
+    }
+
+    /// Copies of a block into itself are left out by the upload, so they are in nobody's way.
+    fn check_copies(&mut self, plan: &StepPlan) -> Result<(), PrepareError> {
+        self.sorted.clear();
+        for copy in plan.block_copies() {
+            self.check_block(copy.source)?;
+            self.check_block(copy.destination)?;
+            if copy.source != copy.destination {
+                self.sorted.push(copy.destination);
+            }
+        }
+        self.sorted.sort_unstable();
+        if let Some(pair) = self.sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(PrepareError::CopyDestinationTwice { block: pair[0] });
+        }
+        // A self-copy is a no-op: its block may be the source of others, and even the destination of one.
+        for copy in plan.block_copies().iter().filter(|copy| copy.source != copy.destination) {
+            if self.sorted.binary_search(&copy.source).is_ok() {
+                return Err(PrepareError::CopyConflict { block: copy.source });
+            }
+        }
+        Ok(())
+    }
+}
+
+fn check_lengths(plan: &StepPlan) -> Result<(), PrepareError> {
+    let rows = u64::from(plan.num_rows());
+    let sequences = u64::from(plan.num_sequences());
+    let starts = plan.query_starts().len();
+    // A plan without sequences may have no query starts at all.
+    let expected_starts = if sequences == 0 && starts == 0 { 0 } else { sequences + 1 };
+    for (array, actual, expected) in [
+        ("positions", plan.positions().len(), rows),
+        ("slot_mapping", plan.slot_mapping().len(), rows),
+        ("query_starts", starts, expected_starts),
+        ("table_rows", plan.table_rows().len(), sequences),
+    ] {
+        if actual as u64 != expected {
+            return Err(PrepareError::Length { array, actual: actual as u64, expected });
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,142 @@
+//! The long-lived buffers: arenas, block tables, scratch and layer parameters. All are created with the attention
+//! object and never again.
+
+use crate::config::{ArenaLayout, CacheConfig};
+use crate::error::DeviceError;
+use crate::gpu::params::LayerParams;
+use crate::gpu::scope::{Refusal, guarded};
+use wgpu::{BufferDescriptor, BufferUsages};
+
+/// Creates buffers one after the other and knows how many bytes it has made.
+pub(super) struct Allocator<'a> {
+    device: &'a wgpu::Device,
+    created_bytes: u64,
+    num_buffers: u32,
+}
+
+impl<'a> Allocator<'a> {
+    pub(super) fn new(device: &'a wgpu::Device) -> Self {
+        Self { device, created_bytes: 0, num_buffers: 0 }
+    }
+
+    pub(super) fn num_buffers(&self) -> u32 {
+        self.num_buffers
+    }
+
+    fn create(
+        &mut self,
+        object: &'static str,
+        label: &str,
+        size: u64,
+        usage: BufferUsages,
+    ) -> Result<wgpu::Buffer, DeviceError> {
+        let descriptor = BufferDescriptor { label: Some(label), size, usage, mapped_at_creation: false };
+        let buffer = guarded(self.device, || self.device.create_buffer(&descriptor)).map_err(|refusal| {
+            device_error(refusal, object, size, self.created_bytes)
+        })?;
+        self.created_bytes += size;
+        self.num_buffers += 1;
+        Ok(buffer)
+    }
+}
+
+/// `refusal` as the error of making `object`.
+pub(super) fn device_error(
+    refusal: Refusal,
+    object: &'static str,
+    asked_bytes: u64,
+    created_bytes: u64,
+) -> DeviceError {
+    match refusal {
+        Refusal::OutOfMemory => DeviceError::OutOfMemory { object, asked_bytes, created_bytes },
+        Refusal::Other(error) => DeviceError::Refused { object, source: error.to_string().into() },
+    }
+}
+
+/// The pool and everything of fixed size around it.
+pub(super) struct DeviceMemory {
+    /// One buffer per group of layers.
+    pub(super) arenas: Vec<wgpu::Buffer>,
+    /// `[max_sequences][table_entries]` block ids.
+    pub(super) tables: wgpu::Buffer,
+    /// Partial results.
+    pub(super) partials: wgpu::Buffer,
+    /// One [`LayerParams`] per layer, `layer_stride` bytes apart.
+    pub(super) layers: wgpu::Buffer,
+    pub(super) layer_stride: u32,
+}
+
+impl DeviceMemory {
+    pub(super) fn create(
+        allocator: &mut Allocator<'_>,
+        cache: &CacheConfig,
+        arenas: &ArenaLayout,
+        partial_bytes: u64,
+        layer_params: &[LayerParams],
+        uniform_alignment: u32,
+    ) -> Result<Self, DeviceError> {
+        let storage = BufferUsages::STORAGE | BufferUsages::COPY_DST | BufferUsages::COPY_SRC;
+        let arenas = (0..arenas.num_arenas())
+            .map(|arena| {
+                let label = format!("paged_kv.arena {arena}");
+                allocator.create("arena", &label, arenas.arena_bytes(arena), storage)
+            })
+            .collect::<Result<_, _>>()?;
+        let tables = allocator.create("block tables", "paged_kv.block_tables", cache.table_bytes(), storage)?;
+        let partials =
+            allocator.create("partial results", "paged_kv.partials", partial_bytes, BufferUsages::STORAGE | BufferUsages::COPY_DST)?;
+        let layer_stride = (size_of::<LayerParams>() as u32).next_multiple_of(uniform_alignment);
+        let layers = Self::create_layers(allocator, layer_params, layer_stride)?;
+        Ok(Self { arenas, tables, partials, layers, layer_stride })
+    }
+
+    fn create_layers(
+        allocator: &mut Allocator<'_>,
+        layer_params: &[LayerParams],
+        layer_stride: u32,
+    ) -> Result<wgpu::Buffer, DeviceError> {
+        let mut bytes = vec![0u8; layer_params.len() * layer_stride as usize];
+        for (entry, params) in bytes.chunks_exact_mut(layer_stride as usize).zip(layer_params) {
+            entry[..size_of::<LayerParams>()].copy_from_slice(bytemuck::bytes_of(params));
+        }
+        create_filled(allocator, "layer parameters", "paged_kv.layers", &bytes)
+    }
+}
+
+/// A uniform buffer that holds `bytes` from the start: no upload goes through the queue.
+fn create_filled(
+    allocator: &mut Allocator<'_>,
+    object: &'static str,
+    label: &str,
+    bytes: &[u8],
+) -> Result<wgpu::Buffer, DeviceError> {
+    let size = bytes.len() as u64;
+    let buffer = create_uniform(allocator.device, label, bytes)
+        .map_err(|refusal| device_error(refusal, object, size, allocator.created_bytes))?;
+    allocator.created_bytes += size;
+    allocator.num_buffers += 1;
+    Ok(buffer)
+}
+
+/// A uniform buffer with `bytes`, written while it is mapped at creation.
+pub(super) fn create_uniform(
+    device: &wgpu::Device,
+    label: &str,
+    bytes: &[u8],
+) -> Result<wgpu::Buffer, Refusal> {
+    let descriptor = BufferDescriptor {
+        label: Some(label),
+        size: bytes.len() as u64,
+        usage: BufferUsages::UNIFORM,
+        mapped_at_creation: true,
+    };
+    guarded(device, || {
+        let buffer = device.create_buffer(&descriptor);
+        // Mapping fails only where the creation did, which the scope reports.
+        if let Ok(mut mapped) = buffer.get_mapped_range_mut(..) {
+            mapped.copy_from_slice(bytes);
+        }
+        buffer.unmap();
+        buffer
+    })
+}

@@ -1,0 +1,263 @@
+//! A step's metadata on its way to the device: one packed array of words, one upload, one slot per step in flight.
+//!
+//! ```text
+//! slot: │ header │ (headers of further dispatches) │ token_ids │ positions │ slots │ query_starts │ context_lens │
+//!       │ table_rows │ decode items │ prefill items │ merge items │ block copies │ changed entries │
+//! ```
+//!
+//! A slot is leased to a step until every submission that reads it has completed: the step holds a clone of the lease,
+//! and so does a callback in every encoder that the step was recorded into, whether it is called or dropped. The next
+//! step meanwhile takes another slot. `Queue::write_buffer` is executed before all commands of the next submission, so
+//! a slot that is rewritten too early would be read by the wrong step.
+
+use crate::error::PrepareError;
+use crate::gpu::params::{STEP_PARAMS_WORDS, StepParams};
+use crate::gpu::pipelines::Layouts;
+use crate::gpu::scope::guarded;
+use crate::schedule::{StepPlan, TableChange, WorkSplit};
+use std::sync::Arc;
+use wgpu::{BindGroupDescriptor, BindGroupEntry, BindingResource, BufferBinding, BufferDescriptor, BufferUsages};
+
+/// Most steps that may be prepared or in flight at once.
+pub(super) const MAX_SLOTS: usize = 8;
+
+/// Words of a new slot; it grows to a power of two when a step needs more.
+const FIRST_SLOT_WORDS: u64 = 4096;
+
+/// What a step needs to be recorded, kept in its slot.
+#[derive(Debug, Default)]
+pub(super) struct StepRecord {
+    pub(super) params: StepParams,
+    /// Items of each decode and prefill dispatch; dispatch `i` has header `i`.
+    pub(super) decode_dispatches: Vec<u32>,
+    pub(super) prefill_dispatches: Vec<u32>,
+    pub(super) table_changes: Vec<TableChange>,
+    /// First word of the changed entries.
+    pub(super) changed_entries: u32,
+    /// Copies of a block into another one: self-copies are left out.
+    pub(super) num_block_copies: u32,
+}
+
+/// Buffer, bind group and lease of one step in flight.
+pub(super) struct Slot {
+    lease: Arc<()>,
+    capacity_words: u64,
+    pub(super) buffer: wgpu::Buffer,
+    pub(super) group: wgpu::BindGroup,
+    pub(super) record: StepRecord,
+}
+
+/// What all slots are bound with, and how they are laid out.
+pub(super) struct SlotContext<'a> {
+    pub(super) device: &'a wgpu::Device,
+    pub(super) layouts: &'a Layouts,
+    pub(super) tables: &'a wgpu::Buffer,
+    pub(super) layers: &'a wgpu::Buffer,
+    pub(super) layer_params_bytes: u64,
+    pub(super) max_binding_bytes: u64,
+}
+
+/// The slots, and the words of the step at hand.
+#[derive(Default)]
+pub(super) struct MetadataSlots {
+    slots: Vec<Slot>,
+    words: Vec<u32>,
+    /// Buffers (each with a bind group) created so far, and the bytes of those in use.
+    pub(super) num_created: u32,
+}
+
+impl MetadataSlots {
+    pub(super) fn slot(&self, index: usize) -> &Slot {
+        &self.slots[index]
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.slots.iter().map(|slot| slot.capacity_words * 4).sum()
+    }
+
+    /// Makes two slots, so that a step can be prepared while another is on the device.
+    pub(super) fn fill(&mut self, context: &SlotContext<'_>) -> Result<(), PrepareError> {
+        while self.slots.len() < 2 {
+            self.add_slot(context, FIRST_SLOT_WORDS)?;
+        }
+        Ok(())
+    }
+
+    /// Packs the step, uploads it into a free slot and returns the slot's index, its lease and the bytes uploaded.
+    pub(super) fn upload(
+        &mut self,
+        context: &SlotContext<'_>,
+        queue: &wgpu::Queue,
+        plan: &StepPlan,
+        split: &WorkSplit,
+        header_words: u32,
+    ) -> Result<(usize, Arc<()>, u64), PrepareError> {
+        let words = count_words(plan, split, header_words);
+        if words * 4 > context.max_binding_bytes {
+            return Err(PrepareError::MetadataTooLarge {
+                bytes: words * 4,
+                max_bytes: context.max_binding_bytes,
+            });
+        }
+        let index = self.free_slot(context, words)?;
+        let slot = &mut self.slots[index];
+        pack(plan, split, header_words, &mut self.words, &mut slot.record);
+        let bytes = bytemuck::cast_slice(&self.words);
+        queue.write_buffer(&slot.buffer, 0, bytes);
+        Ok((index, Arc::clone(&slot.lease), bytes.len() as u64))
+    }
+
+    /// A slot that no step and no submission holds, with room for `words`.
+    fn free_slot(&mut self, context: &SlotContext<'_>, words: u64) -> Result<usize, PrepareError> {
+        // `get_mut` also makes sure that whoever held the lease last is done with it.
+        let free = self.slots.iter_mut().position(|slot| Arc::get_mut(&mut slot.lease).is_some());
+        let Some(index) = free else {
+            if self.slots.len() == MAX_SLOTS {
+                return Err(PrepareError::StepsInFlight { max: MAX_SLOTS as u32 });
+            }
+            self.add_slot(context, words)?;
+            return Ok(self.slots.len() - 1);
+        };
+        let slot = &mut self.slots[index];
+        if slot.capacity_words < words {
+            let record = std::mem::take(&mut slot.record);
+            let max_words = context.max_binding_bytes / 4;
+            *slot = create_slot(context, words.next_power_of_two().min(max_words), record)?;
+            self.num_created += 1;
+        }
+        Ok(index)
+    }
+
+    fn add_slot(&mut self, context: &SlotContext<'_>, words: u64) -> Result<(), PrepareError> {
+        let words = words.next_power_of_two().max(FIRST_SLOT_WORDS).min(context.max_binding_bytes / 4);
+        self.slots.push(create_slot(context, words, StepRecord::default())?);
+        self.num_created += 1;
+        Ok(())
+    }
+}
+
+fn create_slot(
+    context: &SlotContext<'_>,
+    capacity_words: u64,
+    record: StepRecord,
+) -> Result<Slot, PrepareError> {
+    let bytes = capacity_words * 4;
+    let descriptor = BufferDescriptor {
+        label: Some("paged_kv.metadata"),
+        size: bytes,
+        usage: BufferUsages::UNIFORM | BufferUsages::STORAGE | BufferUsages::COPY_DST | BufferUsages::COPY_SRC,
+        mapped_at_creation: false,
+    };
+    let create = || {
+        let buffer = context.device.create_buffer(&descriptor);
+        let window = |buffer, size| BindingResource::Buffer(BufferBinding { buffer, offset: 0, size });
+        let header_bytes = u64::from(STEP_PARAMS_WORDS) * 4;
+        let resources = [
+            window(&buffer, header_bytes.try_into().ok()),
+            buffer.as_entire_binding(),
+            context.tables.as_entire_binding(),
+            window(context.layers, context.layer_params_bytes.try_into().ok()),
+        ];
+        let entries: Vec<_> =
+            (0..).zip(resources).map(|(binding, resource)| BindGroupEntry { binding, resource }).collect();
+        let group = context.device.create_bind_group(&BindGroupDescriptor {
+            label: Some("paged_kv.step"),
+            layout: &context.layouts.step,
+            entries: &entries,
+        });
+        (buffer, group)
+    };
+    let (buffer, group) =
+        guarded(context.device, create).map_err(|_| PrepareError::OutOfMemory { asked_bytes: bytes })?;
+    Ok(Slot { lease: Arc::new(()), capacity_words, buffer, group, record })
+}
+
+/// Headers that the step needs: one, or as many as its longest list of dispatches.
+fn num_headers(split: &WorkSplit) -> usize {
+    split.decode_dispatches.len().max(split.prefill_dispatches.len()).max(1)
+}
+
+/// Words before the first array: further headers lie `header_words` apart, the array follows the last one directly.
+fn headers_end(split: &WorkSplit, header_words: u32) -> u64 {
+    (num_headers(split) as u64 - 1) * u64::from(header_words) + u64::from(STEP_PARAMS_WORDS)
+}
+
+fn count_words(plan: &StepPlan, split: &WorkSplit, header_words: u32) -> u64 {
+    let arrays = 3 * u64::from(plan.num_rows())
+        + plan.query_starts().len() as u64
+        + 2 * u64::from(plan.num_sequences())
+        + 4 * (split.decode_items.len() + split.prefill_items.len() + split.merge_items.len()) as u64
+        + 2 * plan.block_copies().len() as u64
+        + plan.changed_entries().len() as u64;
+    headers_end(split, header_words) + arrays
+}
+
+fn pack(
+    plan: &StepPlan,
+    split: &WorkSplit,
+    header_words: u32,
+    words: &mut Vec<u32>,
+    record: &mut StepRecord,
+) {
+    words.clear();
+    words.resize(headers_end(split, header_words) as usize, 0);
+    let mut append = |array: &mut dyn Iterator<Item = u32>| {
+        let start = words.len() as u32;
+        words.extend(array);
+        start
+    };
+    let params = StepParams {
+        num_rows: plan.num_rows(),
+        token_ids: append(&mut plan.token_ids().iter().copied()),
+        positions: append(&mut plan.positions().iter().copied()),
+        slot_mapping: append(&mut plan.slot_mapping().iter().copied()),
+        query_starts: append(&mut plan.query_starts().iter().copied()),
+        context_lens: append(&mut plan.context_lens().iter().copied()),
+        table_rows: append(&mut plan.table_rows().iter().copied()),
+        decode_items: append(&mut split.decode_items.iter().flat_map(|item| {
+            [item.sequence, item.first_token, item.end_token, item.partial]
+        })),
+        num_decode_items: 0,
+        prefill_items: append(&mut split.prefill_items.iter().flat_map(|item| {
+            [item.sequence, item.first_query, item.end_query, 0]
+        })),
+        num_prefill_items: 0,
+        merge_items: append(&mut split.merge_items.iter().flat_map(|item| {
+            [item.row, item.first_partial, item.num_partials, 0]
+        })),
+        num_merge_items: split.merge_items.len() as u32,
+        block_copies: 0,
+        num_block_copies: 0,
+        padding: 0,
+    };
+    let copies = plan.block_copies().iter().filter(|copy| copy.source != copy.destination);
+    let block_copies = append(&mut copies.clone().flat_map(|copy| [copy.source, copy.destination]));
+    record.num_block_copies = copies.count() as u32;
+    record.changed_entries = append(&mut plan.changed_entries().iter().copied());
+    record.params = StepParams { block_copies, num_block_copies: record.num_block_copies, ..params };
+    record.table_changes.clear();
+    record.table_changes.extend_from_slice(plan.table_changes());
+    write_headers(split, header_words, words, record);
+}
+
+/// Writes one header per dispatch: the same but for the dispatch's own items.
+fn write_headers(split: &WorkSplit, header_words: u32, words: &mut [u32], record: &mut StepRecord) {
+    record.decode_dispatches.clear();
+    record.prefill_dispatches.clear();
+    for header in 0..num_headers(split) {
+        let mut params = record.params;
+        if let Some(range) = split.decode_dispatches.get(header) {
+            params.decode_items += 4 * range.start;
+            params.num_decode_items = range.end - range.start;
+            record.decode_dispatches.push(params.num_decode_items);
+        }
+        if let Some(range) = split.prefill_dispatches.get(header) {
+            params.prefill_items += 4 * range.start;
+            params.num_prefill_items = range.end - range.start;
+            record.prefill_dispatches.push(params.num_prefill_items);
+        }
+        let start = header * header_words as usize;
+        words[start..start + STEP_PARAMS_WORDS as usize].copy_from_slice(bytemuck::cast_slice(&[params]));
+    }
+}
+

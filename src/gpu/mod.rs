@@ -1,0 +1,349 @@
+//! The device part: arenas, kernels, uploads and recording, as a guest in an application that owns its device.
+//!
+//! It reads a [`StepPlan`] and knows nothing of how it came about. The application records:
+//!
+//! 1. [`prepare`](PagedAttention::prepare) checks the plan, splits its work and uploads its metadata, once per step;
+//! 2. [`record_transfers`](PagedAttention::record_transfers) on an encoder;
+//! 3. [`record_block_copies`](PagedAttention::record_block_copies) in a compute pass;
+//! 4. [`record_layer`](PagedAttention::record_layer) for each layer in order, between the application's own dispatches.
+//!
+//! Nothing here submits, polls, maps or blocks. The library asks wgpu for one thing that outlives a call: to be told
+//! when a submission has completed, so that it knows when a step's metadata may be overwritten.
+
+mod capabilities;
+mod check;
+mod groups;
+mod memory;
+mod metadata;
+mod options;
+mod params;
+mod pipelines;
+mod record;
+mod scope;
+mod setup;
+mod shader;
+mod stats;
+mod tensors;
+
+pub use capabilities::{recommended_features, recommended_limits};
+pub use options::AttentionOptions;
+pub use record::PreparedStep;
+pub use stats::AttentionStats;
+pub use tensors::{BoundTensors, LayerTensors, TensorSlice};
+
+use crate::config::{ArenaLayout, CacheConfig, ModelShape};
+use crate::error::{BindError, DeviceError, PrepareError};
+use crate::schedule::{SplitConfig, StepPlan, WorkSplit};
+use capabilities::Capabilities;
+use check::PlanChecker;
+use groups::ArenaGroups;
+use memory::{Allocator, DeviceMemory};
+use metadata::{MetadataSlots, SlotContext};
+use params::{LayerParams, STEP_PARAMS_WORDS};
+use pipelines::{Compilation, Layouts, Pipelines};
+use record::Progress;
+use setup::{HeadTiles, check_shape, layer_params, partial_bytes, split_config, variant};
+use shader::Kernel;
+use std::sync::atomic::{AtomicU64, Ordering};
+use tensors::Binder;
+use wgpu::CommandEncoder;
+
+/// The texts of all shaders and the mirrors of their structs, for tests. Not part of the stable interface.
+#[doc(hidden)]
+pub mod shaders {
+    pub use super::params::{LayerParams, StepParams, TensorParams};
+    pub use super::shader::{
+        Kernel, MAX_QUERIES, PREFILL_QUERIES, TILE, VariantKey, all_variants, sample_variants,
+    };
+}
+
+/// Paged attention on one device: the pool of blocks and the kernels that write and read it.
+///
+/// ```no_run
+/// # use paged_kv::{CacheConfig, KvType, LayerTensors, ModelShape, PagedAttention, StepPlan};
+/// # fn run(device: wgpu::Device, queue: wgpu::Queue, tensors: LayerTensors<'_>, plan: StepPlan) -> Result<(), Box<dyn std::error::Error>> {
+/// let shape = ModelShape { num_layers: 30, num_query_heads: 9, num_kv_heads: 3, head_dim: 64 };
+/// let cache = CacheConfig::for_bytes(512 << 20, &shape, KvType::F16)?;
+/// let mut attention = PagedAttention::new(&device, &queue, shape, cache)?;
+/// let tensors = attention.bind_tensors(&tensors)?;
+///
+/// let mut step = attention.prepare(&plan)?;
+/// let mut encoder = device.create_command_encoder(&Default::default());
+/// attention.record_transfers(&mut encoder, &mut step);
+/// let mut pass = encoder.begin_compute_pass(&Default::default());
+/// attention.record_block_copies(&mut pass, &mut step);
+/// for layer in 0..shape.num_layers {
+///     // The application's dispatches that write query, key and value.
+///     attention.record_layer(&mut pass, &mut step, layer, &tensors)?;
+///     // The application's dispatches that read output.
+/// }
+/// drop(pass);
+/// queue.submit([encoder.finish()]);
+/// # Ok(())
+/// # }
+/// ```
+pub struct PagedAttention {
+    instance: u64,
+    device: wgpu::Device,
+    queue: wgpu::Queue,
+    shape: ModelShape,
+    cache: CacheConfig,
+    capabilities: Capabilities,
+    compilation: Compilation,
+    arenas: ArenaLayout,
+    memory: DeviceMemory,
+    layouts: Layouts,
+    pipelines: Pipelines,
+    groups: ArenaGroups,
+    variants: Vec<String>,
+    slots: MetadataSlots,
+    /// Words between headers of a step's dispatches.
+    header_words: u32,
+    checker: PlanChecker,
+    split_config: SplitConfig,
+    split: WorkSplit,
+    stats: AttentionStats,
+}
+
+impl PagedAttention {
+    /// Creates the pool and the kernels, with the default options.
+    ///
+    /// `shape` and `cache` are those of the scheduler whose plans will be prepared.
+    ///
+    /// # Errors
+    /// [`DeviceError`]: among others when the device has no memory for the pool, or when the limits that the
+    /// application enabled are too low for it. Nothing reaches the application's handler of uncaptured errors.
+    pub fn new(
+        device: &wgpu::Device,
+        queue: &wgpu::Queue,
+        shape: ModelShape,
+        cache: CacheConfig,
+    ) -> Result<Self, DeviceError> {
+        Self::with_options(device, queue, shape, cache, AttentionOptions::default())
+    }
+
+    /// Creates the pool and the kernels.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_options(
+        device: &wgpu::Device,
+        queue: &wgpu::Queue,
+        shape: ModelShape,
+        cache: CacheConfig,
+        options: AttentionOptions,
+    ) -> Result<Self, DeviceError> {
+        check_shape(&shape, &cache)?;
+        let capabilities = Capabilities::of(device)?;
+        if cache.table_bytes() > capabilities.max_binding_bytes {
+            return Err(DeviceError::LimitTooLow {
+                limit: "max_storage_buffer_binding_size",
+                needed: cache.table_bytes(),
+                actual: capabilities.max_binding_bytes,
+            });
+        }
+        let arenas = cache.arenas(capabilities.max_binding_bytes)?;
+        let tiles = HeadTiles::of(&shape);
+        let split_config = split_config(&shape, &cache, &options, &capabilities, tiles);
+        let layer_params = layer_params(&shape, &cache, &arenas, &options, tiles);
+
+        let mut allocator = Allocator::new(device);
+        let scratch_bytes = u64::from(split_config.max_partials) * partial_bytes(&shape, &cache);
+        let alignment = capabilities.uniform_alignment;
+        let memory =
+            DeviceMemory::create(&mut allocator, &cache, &arenas, scratch_bytes, &layer_params, alignment)?;
+        let layouts = Layouts::create(device)?;
+        let compilation =
+            Compilation { fold: capabilities.max_workgroups, checked: options.checked_shaders };
+        let variant = |kernel| variant(kernel, &cache, tiles, &capabilities, &options);
+        let pipelines = Pipelines::create(device, &layouts, compilation, variant)?;
+        let groups = ArenaGroups::create(device, &layouts, &memory)?;
+        let mut stats = AttentionStats {
+            arena_bytes: memory.arenas.iter().map(wgpu::Buffer::size).sum(),
+            table_bytes: memory.tables.size(),
+            scratch_bytes: memory.partials.size(),
+            pipelines_created: Pipelines::COUNT,
+            ..Default::default()
+        };
+        stats.buffers_created = allocator.num_buffers();
+        stats.bind_groups_created = groups.count();
+        let mut attention = Self {
+            instance: next_instance(),
+            device: device.clone(),
+            queue: queue.clone(),
+            shape,
+            cache,
+            compilation,
+            arenas,
+            memory,
+            layouts,
+            pipelines,
+            groups,
+            variants: KERNELS.iter().map(|&kernel| variant(kernel).to_string()).collect(),
+            slots: MetadataSlots::default(),
+            header_words: STEP_PARAMS_WORDS.next_multiple_of(alignment / 4),
+            checker: PlanChecker::new(&cache),
+            split_config,
+            split: WorkSplit::default(),
+            stats,
+            capabilities,
+        };
+        attention.fill_slots(stats)?;
+        Ok(attention)
+    }
+
+    /// Records that the pool and the block tables are zero.
+    ///
+    /// wgpu zeroes a buffer at its first use: without this call, the first step does it, and a pool of gigabytes delays
+    /// the first token. Submit it while the model is being loaded. Does nothing once a step has been prepared.
+    pub fn record_initialization(&mut self, encoder: &mut CommandEncoder) {
+        if self.checker.has_accepted() {
+            return;
+        }
+        encoder.push_debug_group("paged_kv.initialization");
+        for buffer in self.memory.arenas.iter().chain([&self.memory.tables, &self.memory.partials]) {
+            encoder.clear_buffer(buffer, 0, None);
+        }
+        encoder.pop_debug_group();
+    }
+
+    /// Checks and binds the tensors that layers read and write; to be kept, not made anew in each step.
+    ///
+    /// # Errors
+    /// [`BindError`] when a slice does not have the rows it claims, is misaligned, lacks `STORAGE` usage, or when the
+    /// output shares a buffer with an input.
+    pub fn bind_tensors(&mut self, tensors: &LayerTensors<'_>) -> Result<BoundTensors, BindError> {
+        let binder = Binder {
+            device: &self.device,
+            layouts: &self.layouts,
+            attention: self.instance,
+            block: *self.cache.layout(),
+            num_query_heads: self.shape.num_query_heads,
+            storage_alignment: self.capabilities.storage_alignment,
+            max_binding_bytes: self.capabilities.max_binding_bytes,
+        };
+        let bound = binder.bind(tensors)?;
+        self.stats.buffers_created += 1;
+        self.stats.bind_groups_created += 2;
+        Ok(bound)
+    }
+
+    /// Checks every number of a plan, splits its work, and uploads its metadata with one `Queue::write_buffer`.
+    ///
+    /// In steady state this allocates nothing, and creates no buffer and no bind group. Nothing is submitted.
+    ///
+    /// # Errors
+    /// [`PrepareError`]: the plan was not made for this cache, is older than another one that was prepared, or has a
+    /// number that no shader must see; or too many steps are in flight.
+    pub fn prepare(&mut self, plan: &StepPlan) -> Result<PreparedStep, PrepareError> {
+        self.checker.check(plan)?;
+        self.split.split(plan, &self.split_config);
+        self.check_fixed_spans(plan)?;
+        let context = slot_context(&self.device, &self.layouts, &self.memory, &self.capabilities);
+        let (slot, lease, bytes) =
+            self.slots.upload(&context, &self.queue, plan, &self.split, self.header_words)?;
+        self.checker.accept(plan);
+        self.stats.step_uploaded_bytes = bytes;
+        let slot_state = self.slots.slot(slot);
+        Ok(PreparedStep {
+            attention: self.instance,
+            slot,
+            lease,
+            metadata: slot_state.buffer.clone(),
+            params: slot_state.record.params,
+            progress: Progress::default(),
+            dispatches: 0,
+        })
+    }
+
+    /// With fixed spans, a full scratch buffer must not lead to longer spans.
+    fn check_fixed_spans(&self, plan: &StepPlan) -> Result<(), PrepareError> {
+        let Some(span_tokens) = self.split_config.fixed_span_tokens else {
+            return Ok(());
+        };
+        let rows = plan.query_starts().windows(2).map(|pair| pair[1] - pair[0]);
+        let contexts = rows.zip(plan.context_lens()).filter(|(rows, _)| *rows == 1).map(|(_, context)| context);
+        let spans = contexts.map(|context| u64::from(context.div_ceil(span_tokens)));
+        let needed = spans.filter(|&spans| spans > 1).sum();
+        let available = u64::from(self.split_config.max_partials);
+        if needed > available {
+            return Err(PrepareError::ScratchTooSmall { needed, available });
+        }
+        Ok(())
+    }
+
+    /// The buffers that hold the blocks, for tools that read or write them: `COPY_SRC` and `COPY_DST`.
+    ///
+    /// Their layout is [`CacheConfig::arenas`], within the limits of the device.
+    pub fn arena_buffers(&self) -> &[wgpu::Buffer] {
+        &self.memory.arenas
+    }
+
+    /// How the layers are distributed over [`arena_buffers`](Self::arena_buffers).
+    pub fn arena_layout(&self) -> &ArenaLayout {
+        &self.arenas
+    }
+
+    /// How steps are split into work items on this device.
+    pub fn split_config(&self) -> &SplitConfig {
+        &self.split_config
+    }
+
+    /// Names of the shader variants in use, one per kernel.
+    pub fn variants(&self) -> impl Iterator<Item = &str> {
+        self.variants.iter().map(String::as_str)
+    }
+
+    /// Sizes and counts.
+    pub fn stats(&self) -> AttentionStats {
+        let slots = self.slots.num_created;
+        AttentionStats {
+            metadata_bytes: self.slots.bytes(),
+            buffers_created: self.stats.buffers_created + slots,
+            bind_groups_created: self.stats.bind_groups_created + slots,
+            ..self.stats
+        }
+    }
+
+    fn fill_slots(&mut self, stats: AttentionStats) -> Result<(), DeviceError> {
+        let context = slot_context(&self.device, &self.layouts, &self.memory, &self.capabilities);
+        self.slots.fill(&context).map_err(|error| match error {
+            PrepareError::OutOfMemory { asked_bytes } => DeviceError::OutOfMemory {
+                object: "step metadata",
+                asked_bytes,
+                created_bytes: stats.arena_bytes + stats.table_bytes + stats.scratch_bytes,
+            },
+            error => DeviceError::Refused { object: "step metadata", source: Box::new(error) },
+        })
+    }
+}
+
+const KERNELS: [Kernel; 5] = [
+    Kernel::Append,
+    Kernel::BlockCopy,
+    Kernel::AttentionDecode,
+    Kernel::AttentionPrefill,
+    Kernel::AttentionMerge,
+];
+
+/// Tells attention objects apart within the process.
+fn next_instance() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+fn slot_context<'a>(
+    device: &'a wgpu::Device,
+    layouts: &'a Layouts,
+    memory: &'a DeviceMemory,
+    capabilities: &Capabilities,
+) -> SlotContext<'a> {
+    SlotContext {
+        device,
+        layouts,
+        tables: &memory.tables,
+        layers: &memory.layers,
+        layer_params_bytes: size_of::<LayerParams>() as u64,
+        max_binding_bytes: capabilities.max_binding_bytes,
+    }
+}

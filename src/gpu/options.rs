@@ -1,0 +1,71 @@
+//! What may be chosen when the attention object is made.
+
+/// Options of [`PagedAttention::with_options`](crate::PagedAttention::with_options). The defaults suit every device.
+///
+/// ```
+/// # use paged_kv::AttentionOptions;
+/// // Bits of a row that do not depend on what else is in the batch.
+/// let options = AttentionOptions::default().fixed_span_tokens(512);
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct AttentionOptions {
+    pub(super) scale: Option<f32>,
+    pub(super) fixed_span_tokens: Option<u32>,
+    pub(super) checked_shaders: bool,
+    pub(super) disallow_subgroups: bool,
+    pub(super) dispatch_work_budget: Option<u64>,
+    pub(super) scratch_bytes: Option<u64>,
+    pub(super) target_workgroups: Option<u32>,
+}
+
+impl AttentionOptions {
+    /// Scale of the logits, `1 / sqrt(head_dim)` by default.
+    pub fn scale(mut self, scale: f32) -> Self {
+        self.scale = Some(scale);
+        self
+    }
+
+    /// Cuts every row's keys into spans of `tokens` tokens, whatever else is in the batch, so that the bits of a row's
+    /// result do not depend on its neighbours. Rounded up to a multiple of the block size and of 64, and at least that.
+    ///
+    /// The spans' partial results must fit into the scratch buffer, which is made large enough for `max_sequences` rows
+    /// of the declared maximum unless [`scratch_bytes`](Self::scratch_bytes) or the device's limits are lower;
+    /// a step that needs more is [`PrepareError::ScratchTooSmall`](crate::PrepareError::ScratchTooSmall).
+    pub fn fixed_span_tokens(mut self, tokens: u32) -> Self {
+        self.fixed_span_tokens = Some(tokens);
+        self
+    }
+
+    /// Compiles the shaders with wgpu's bounds and loop checks. By default they are left out: the shaders only ever see
+    /// plans whose ids `prepare` has checked.
+    pub fn checked_shaders(mut self, checked: bool) -> Self {
+        self.checked_shaders = checked;
+        self
+    }
+
+    /// Whether subgroup operations may be used where the device has enabled them; true by default.
+    pub fn allow_subgroups(mut self, allow: bool) -> Self {
+        self.disallow_subgroups = !allow;
+        self
+    }
+
+    /// (row, key) pairs that one dispatch may have, so that no dispatch runs into a watchdog or holds up a frame. The
+    /// default is about 15 GFLOP of attention per dispatch.
+    pub fn dispatch_work_budget(mut self, pairs: u64) -> Self {
+        self.dispatch_work_budget = Some(pairs);
+        self
+    }
+
+    /// Most bytes of the scratch buffer for partial results; 32 MiB by default.
+    pub fn scratch_bytes(mut self, bytes: u64) -> Self {
+        self.scratch_bytes = Some(bytes);
+        self
+    }
+
+    /// Workgroups that fill the device; rows are split until there are about as many. wgpu does not tell how many
+    /// cores a device has: the default goes by the kind of device.
+    pub fn target_workgroups(mut self, workgroups: u32) -> Self {
+        self.target_workgroups = Some(workgroups);
+        self
+    }
+}

@@ -1,0 +1,186 @@
+//! Bind group layouts and pipelines: what is bound where, once for all kernels.
+//!
+//! | group | bindings | kernels |
+//! |---|---|---|
+//! | 0 | step parameters (dynamic offset), metadata, block tables, layer parameters (dynamic offset) | all |
+//! | 1 | arena (read), partial results | attention |
+//! | 1 | arena (read and write) | append, block copy |
+//! | 1 | partial results (read) | merge |
+//! | 2 | tensor parameters, key, value | append |
+//! | 2 | tensor parameters, query, output | attention, merge |
+
+use crate::error::DeviceError;
+use crate::gpu::memory::device_error;
+use crate::gpu::params::{LayerParams, StepParams, TensorParams};
+use crate::gpu::scope::guarded;
+use crate::gpu::shader::{Kernel, VariantKey};
+use std::num::NonZeroU64;
+use wgpu::{
+    BindGroupLayout, BindGroupLayoutDescriptor, BindGroupLayoutEntry, BindingType, BufferBindingType,
+    ComputePipelineDescriptor, PipelineCompilationOptions, PipelineLayoutDescriptor, ShaderModuleDescriptor,
+    ShaderRuntimeChecks, ShaderSource, ShaderStages,
+};
+
+/// The layouts of all bind groups.
+pub(super) struct Layouts {
+    pub(super) step: BindGroupLayout,
+    pub(super) attention_arena: BindGroupLayout,
+    pub(super) written_arena: BindGroupLayout,
+    pub(super) merge: BindGroupLayout,
+    pub(super) append_tensors: BindGroupLayout,
+    pub(super) attention_tensors: BindGroupLayout,
+}
+
+const READ: BufferBindingType = BufferBindingType::Storage { read_only: true };
+const WRITE: BufferBindingType = BufferBindingType::Storage { read_only: false };
+
+impl Layouts {
+    pub(super) fn create(device: &wgpu::Device) -> Result<Self, DeviceError> {
+        let create = || Self {
+            step: layout(
+                device,
+                "paged_kv.step",
+                &[uniform::<StepParams>(true), storage(READ), storage(READ), uniform::<LayerParams>(true)],
+            ),
+            attention_arena: layout(device, "paged_kv.attention_arena", &[storage(READ), storage(WRITE)]),
+            written_arena: layout(device, "paged_kv.written_arena", &[storage(WRITE)]),
+            merge: layout(device, "paged_kv.merge", &[storage(READ)]),
+            append_tensors: layout(
+                device,
+                "paged_kv.append_tensors",
+                &[uniform::<TensorParams>(false), storage(READ), storage(READ)],
+            ),
+            attention_tensors: layout(
+                device,
+                "paged_kv.attention_tensors",
+                &[uniform::<TensorParams>(false), storage(READ), storage(WRITE)],
+            ),
+        };
+        guarded(device, create).map_err(|refusal| device_error(refusal, "bind group layouts", 0, 0))
+    }
+
+    fn groups(&self, kernel: Kernel) -> Vec<Option<&BindGroupLayout>> {
+        let (arena, tensors) = match kernel {
+            Kernel::Append => (&self.written_arena, Some(&self.append_tensors)),
+            Kernel::BlockCopy => (&self.written_arena, None),
+            Kernel::AttentionDecode | Kernel::AttentionPrefill => {
+                (&self.attention_arena, Some(&self.attention_tensors))
+            }
+            Kernel::AttentionMerge => (&self.merge, Some(&self.attention_tensors)),
+        };
+        [Some(&self.step), Some(arena)].into_iter().chain(tensors.map(Some)).collect()
+    }
+}
+
+fn uniform<T>(has_dynamic_offset: bool) -> BindingType {
+    BindingType::Buffer {
+        ty: BufferBindingType::Uniform,
+        has_dynamic_offset,
+        min_binding_size: NonZeroU64::new(size_of::<T>() as u64),
+    }
+}
+
+fn storage(ty: BufferBindingType) -> BindingType {
+    BindingType::Buffer { ty, has_dynamic_offset: false, min_binding_size: None }
+}
+
+fn layout(device: &wgpu::Device, label: &str, bindings: &[BindingType]) -> BindGroupLayout {
+    let entries: Vec<_> = (0..)
+        .zip(bindings)
+        .map(|(binding, &ty)| BindGroupLayoutEntry {
+            binding,
+            visibility: ShaderStages::COMPUTE,
+            ty,
+            count: None,
+        })
+        .collect();
+    device.create_bind_group_layout(&BindGroupLayoutDescriptor { label: Some(label), entries: &entries })
+}
+
+/// How shaders are compiled.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Compilation {
+    /// Workgroups per dimension at which dispatches are folded.
+    pub(super) fold: u32,
+    /// With wgpu's bounds and loop checks.
+    pub(super) checked: bool,
+}
+
+/// One pipeline per kernel.
+pub(super) struct Pipelines {
+    pub(super) append: wgpu::ComputePipeline,
+    pub(super) block_copy: wgpu::ComputePipeline,
+    pub(super) attention_decode: wgpu::ComputePipeline,
+    pub(super) attention_prefill: wgpu::ComputePipeline,
+    pub(super) attention_merge: wgpu::ComputePipeline,
+}
+
+impl Pipelines {
+    /// Number of pipelines.
+    pub(super) const COUNT: u32 = 5;
+
+    /// Creates the pipelines of the variants that `variant` names.
+    pub(super) fn create(
+        device: &wgpu::Device,
+        layouts: &Layouts,
+        compilation: Compilation,
+        variant: impl Fn(Kernel) -> VariantKey,
+    ) -> Result<Self, DeviceError> {
+        let create = |kernel| pipeline(device, layouts, compilation, &variant(kernel));
+        Ok(Self {
+            append: create(Kernel::Append)?,
+            block_copy: create(Kernel::BlockCopy)?,
+            attention_decode: create(Kernel::AttentionDecode)?,
+            attention_prefill: create(Kernel::AttentionPrefill)?,
+            attention_merge: create(Kernel::AttentionMerge)?,
+        })
+    }
+}
+
+fn pipeline(
+    device: &wgpu::Device,
+    layouts: &Layouts,
+    compilation: Compilation,
+    variant: &VariantKey,
+) -> Result<wgpu::ComputePipeline, DeviceError> {
+    let kernel = variant.kernel();
+    let label = format!("paged_kv.{}", kernel.name());
+    let create = || {
+        let module = shader_module(device, &label, variant.wgsl_with(compilation.fold, &[]), compilation.checked);
+        let layout = device.create_pipeline_layout(&PipelineLayoutDescriptor {
+            label: Some(&label),
+            bind_group_layouts: &layouts.groups(kernel),
+            immediate_size: 0,
+        });
+        device.create_compute_pipeline(&ComputePipelineDescriptor {
+            label: Some(&label),
+            layout: Some(&layout),
+            module: &module,
+            entry_point: Some(kernel.name()),
+            // No kernel reads workgroup memory that it has not written.
+            compilation_options: PipelineCompilationOptions {
+                zero_initialize_workgroup_memory: false,
+                ..Default::default()
+            },
+            cache: None,
+        })
+    };
+    guarded(device, create).map_err(|refusal| device_error(refusal, kernel.name(), 0, 0))
+}
+
+#[allow(unsafe_code)]
+fn shader_module(device: &wgpu::Device, label: &str, wgsl: String, checked: bool) -> wgpu::ShaderModule {
+    let descriptor = ShaderModuleDescriptor { label: Some(label), source: ShaderSource::Wgsl(wgsl.into()) };
+    if checked {
+        return device.create_shader_module(descriptor);
+    }
+    // SAFETY: without wgpu's checks a shader must index no array out of bounds and end every loop. Every index of our
+    // kernels is computed from numbers that the host has checked: the constants of the variant and the layer's
+    // parameters come from a `CacheConfig`, whose arenas hold every (block, slot, head) that they name; `prepare`
+    // checks each block id, slot, table row, context length, query range and copy of a plan against that
+    // configuration, and each length against its array; `bind_tensors` and `record_layer` check that the tensors have
+    // the step's rows. A device's block tables start as zeros, a valid block id, and take only entries that `prepare`
+    // has checked. A slot of metadata is not rewritten before the submissions that read it have completed. All loops
+    // have bounds from the same numbers.
+    unsafe { device.create_shader_module_trusted(descriptor, ShaderRuntimeChecks::unchecked()) }
+}

@@ -1,0 +1,307 @@
+//! Recording a prepared step into the application's encoder and pass.
+
+use crate::error::RecordError;
+use crate::gpu::PagedAttention;
+use crate::gpu::params::StepParams;
+use crate::gpu::tensors::BoundTensors;
+use std::sync::Arc;
+use wgpu::{CommandEncoder, ComputePass, ComputePipeline};
+
+/// Units of 16 bytes that one workgroup of `block_copy` copies.
+const COPY_UNITS: u64 = 1024;
+
+/// A plan that was checked and uploaded, on its way into the application's commands.
+///
+/// It holds its place in the library's metadata until it is dropped and every submission of its commands has completed.
+#[derive(Debug)]
+#[must_use = "a prepared step does nothing until it is recorded and submitted"]
+pub struct PreparedStep {
+    pub(super) attention: u64,
+    pub(super) slot: usize,
+    pub(super) lease: Arc<()>,
+    pub(super) metadata: wgpu::Buffer,
+    pub(super) params: StepParams,
+    pub(super) progress: Progress,
+    pub(super) dispatches: u32,
+}
+
+/// How far a step is recorded, and the first mistake that was made.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Progress {
+    transfers: bool,
+    block_copies: bool,
+    next_layer: u32,
+    mistake: Option<RecordError>,
+}
+
+impl PreparedStep {
+    /// Rows of the step, padding included.
+    pub fn rows(&self) -> u32 {
+        self.params.num_rows
+    }
+
+    /// The buffer that holds the step's arrays, for the application to bind (`STORAGE`) or to copy from (`COPY_SRC`).
+    ///
+    /// There are at most eight of them over the life of the attention object, until one must grow: bind groups on them
+    /// can be kept. What is read must be read in the submission that the step is recorded into.
+    pub fn metadata(&self) -> &wgpu::Buffer {
+        &self.metadata
+    }
+
+    /// First word of the step's input tokens in [`metadata`](Self::metadata), `[rows]` of `u32`.
+    pub fn token_ids_start(&self) -> u32 {
+        self.params.token_ids
+    }
+
+    /// First word of the rows' positions in [`metadata`](Self::metadata), `[rows]` of `u32`.
+    pub fn positions_start(&self) -> u32 {
+        self.params.positions
+    }
+
+    fn mistake(&mut self, error: RecordError) {
+        self.progress.mistake.get_or_insert(error);
+    }
+}
+
+impl PagedAttention {
+    /// Records what must happen outside of a compute pass: the block-table entries that changed.
+    ///
+    /// Comes first, once per step. A call in the wrong place records nothing, and the next
+    /// [`record_layer`](Self::record_layer) returns the mistake.
+    pub fn record_transfers(&mut self, encoder: &mut CommandEncoder, step: &mut PreparedStep) {
+        if step.attention != self.instance {
+            return step.mistake(RecordError::ForeignStep);
+        }
+        if step.progress.transfers || step.progress.next_layer > 0 {
+            return step.mistake(RecordError::TransfersOutOfOrder);
+        }
+        step.progress.transfers = true;
+        let lease = Arc::clone(&step.lease);
+        encoder.on_submitted_work_done(move || drop(lease));
+        let slot = self.slots.slot(step.slot);
+        let record = &slot.record;
+        self.checker.record_changes(&record.table_changes);
+        if record.table_changes.is_empty() {
+            return;
+        }
+        encoder.push_debug_group("paged_kv.table_changes");
+        for change in &record.table_changes {
+            let from = u64::from(record.changed_entries) + u64::from(change.start);
+            let to = u64::from(change.table_row) * u64::from(self.cache.table_entries())
+                + u64::from(change.first_entry);
+            encoder.copy_buffer_to_buffer(
+                &slot.buffer,
+                from * 4,
+                &self.memory.tables,
+                to * 4,
+                u64::from(change.len) * 4,
+            );
+        }
+        encoder.pop_debug_group();
+    }
+
+    /// Records the step's block copies (copy-on-write), one dispatch per arena if there are any.
+    ///
+    /// Comes after [`record_transfers`](Self::record_transfers) and before the first layer, once per step. A call in
+    /// the wrong place records nothing, and the next [`record_layer`](Self::record_layer) returns the mistake.
+    ///
+    /// Changes the pass's pipeline and bind groups 0 to 2.
+    pub fn record_block_copies(&mut self, pass: &mut ComputePass<'_>, step: &mut PreparedStep) {
+        if step.attention != self.instance {
+            return step.mistake(RecordError::ForeignStep);
+        }
+        if !step.progress.transfers {
+            return step.mistake(RecordError::TransfersMissing);
+        }
+        if step.progress.block_copies || step.progress.next_layer > 0 {
+            return step.mistake(RecordError::BlockCopiesOutOfOrder);
+        }
+        step.progress.block_copies = true;
+        let slot = self.slots.slot(step.slot);
+        let pairs = u64::from(slot.record.num_block_copies);
+        if pairs == 0 {
+            return;
+        }
+        hold_lease(pass, step);
+        pass.push_debug_group("paged_kv.block_copy");
+        pass.set_pipeline(&self.pipelines.block_copy);
+        for arena in 0..self.arenas.num_arenas() {
+            let first_layer = arena * self.arenas.layers_per_arena;
+            pass.set_bind_group(0, &slot.group, &[0, first_layer * self.memory.layer_stride]);
+            pass.set_bind_group(1, &self.groups.written_arenas[arena as usize], &[]);
+            let units = self.arenas.block_stride_words(arena) / 4;
+            step.dispatches += self.dispatch(pass, pairs * units.div_ceil(COPY_UNITS));
+        }
+        pass.pop_debug_group();
+        self.stats.step_dispatches = step.dispatches;
+    }
+
+    /// Records one layer: writes the step's keys and values into their blocks, and computes the attention of its rows.
+    ///
+    /// Layers come in order, each once, after [`record_block_copies`](Self::record_block_copies). At most three
+    /// dispatches in a step of single rows (append, attention, merge), four in a mixed one, and more only where the
+    /// work budget cuts a dispatch.
+    ///
+    /// Changes the pass's pipeline and bind groups 0 to 2.
+    ///
+    /// # Errors
+    /// [`RecordError`]: a mistake in the order of recording, also one made earlier in the step, objects of another
+    /// attention object, or tensors with too few rows. Nothing is recorded then.
+    pub fn record_layer(
+        &mut self,
+        pass: &mut ComputePass<'_>,
+        step: &mut PreparedStep,
+        layer: u32,
+        tensors: &BoundTensors,
+    ) -> Result<(), RecordError> {
+        self.check_layer(step, layer, tensors)?;
+        step.progress.next_layer += 1;
+        if step.rows() == 0 {
+            return Ok(());
+        }
+        hold_lease(pass, step);
+        let dispatches = self.record_append(pass, step, layer, tensors)
+            + self.record_attention(pass, step, layer, tensors)
+            + self.record_merge(pass, step);
+        step.dispatches += dispatches;
+        self.stats.step_dispatches = step.dispatches;
+        Ok(())
+    }
+
+    fn check_layer(
+        &self,
+        step: &PreparedStep,
+        layer: u32,
+        tensors: &BoundTensors,
+    ) -> Result<(), RecordError> {
+        if step.attention != self.instance {
+            return Err(RecordError::ForeignStep);
+        }
+        if let Some(mistake) = step.progress.mistake {
+            return Err(mistake);
+        }
+        if tensors.attention != self.instance {
+            return Err(RecordError::ForeignTensors);
+        }
+        if !step.progress.transfers {
+            return Err(RecordError::TransfersMissing);
+        }
+        if !step.progress.block_copies {
+            return Err(RecordError::BlockCopiesMissing);
+        }
+        let expected = step.progress.next_layer;
+        if layer != expected || layer >= self.shape.num_layers {
+            return Err(RecordError::LayerOutOfOrder { layer, expected });
+        }
+        if step.rows() > tensors.rows {
+            return Err(RecordError::TooManyRows { rows: step.rows(), capacity: tensors.rows });
+        }
+        Ok(())
+    }
+
+    fn record_append(
+        &self,
+        pass: &mut ComputePass<'_>,
+        step: &PreparedStep,
+        layer: u32,
+        tensors: &BoundTensors,
+    ) -> u32 {
+        let slot = self.slots.slot(step.slot);
+        let (arena, _) = self.arenas.arena_of(layer);
+        pass.push_debug_group("paged_kv.append");
+        pass.set_pipeline(&self.pipelines.append);
+        pass.set_bind_group(0, &slot.group, &[0, layer * self.memory.layer_stride]);
+        pass.set_bind_group(1, &self.groups.written_arenas[arena as usize], &[]);
+        pass.set_bind_group(2, &tensors.append, &[]);
+        let dispatches = self.dispatch(pass, u64::from(step.rows()));
+        pass.pop_debug_group();
+        dispatches
+    }
+
+    fn record_attention(
+        &self,
+        pass: &mut ComputePass<'_>,
+        step: &PreparedStep,
+        layer: u32,
+        tensors: &BoundTensors,
+    ) -> u32 {
+        let record = &self.slots.slot(step.slot).record;
+        let (arena, _) = self.arenas.arena_of(layer);
+        pass.set_bind_group(1, &self.groups.attention_arenas[arena as usize], &[]);
+        pass.set_bind_group(2, &tensors.attend, &[]);
+        let decode = (
+            "paged_kv.attention_decode",
+            &self.pipelines.attention_decode,
+            &record.decode_dispatches,
+            self.split_config.workgroups_per_item,
+        );
+        let prefill = (
+            "paged_kv.attention_prefill",
+            &self.pipelines.attention_prefill,
+            &record.prefill_dispatches,
+            self.shape.num_kv_heads,
+        );
+        let mut dispatches = 0;
+        for (label, pipeline, counts, workgroups_per_item) in [decode, prefill] {
+            if counts.is_empty() {
+                continue;
+            }
+            pass.push_debug_group(label);
+            dispatches += self.record_items(pass, step, layer, pipeline, counts, workgroups_per_item);
+            pass.pop_debug_group();
+        }
+        dispatches
+    }
+
+    /// One dispatch per entry of `counts`, each with its own header.
+    fn record_items(
+        &self,
+        pass: &mut ComputePass<'_>,
+        step: &PreparedStep,
+        layer: u32,
+        pipeline: &ComputePipeline,
+        counts: &[u32],
+        workgroups_per_item: u32,
+    ) -> u32 {
+        let group = &self.slots.slot(step.slot).group;
+        pass.set_pipeline(pipeline);
+        let mut dispatches = 0;
+        for (header, &items) in (0..).zip(counts) {
+            let header_offset = header * self.header_words * 4;
+            pass.set_bind_group(0, group, &[header_offset, layer * self.memory.layer_stride]);
+            dispatches += self.dispatch(pass, u64::from(items) * u64::from(workgroups_per_item));
+        }
+        dispatches
+    }
+
+    fn record_merge(&self, pass: &mut ComputePass<'_>, step: &PreparedStep) -> u32 {
+        let items = u64::from(step.params.num_merge_items);
+        if items == 0 {
+            return 0;
+        }
+        pass.push_debug_group("paged_kv.attention_merge");
+        pass.set_pipeline(&self.pipelines.attention_merge);
+        // Group 0 is bound to the layer, and any header will do; group 2 has the output.
+        pass.set_bind_group(1, &self.groups.merge, &[]);
+        let per_item =
+            u64::from(self.shape.num_query_heads) * u64::from(self.cache.layout().v_head_dim / 4);
+        let dispatches = self.dispatch(pass, (items * per_item).div_ceil(64));
+        pass.pop_debug_group();
+        dispatches
+    }
+
+    /// Dispatches `workgroups`, folded over x and y where one dimension does not hold them. The kernels write nothing
+    /// for those beyond.
+    fn dispatch(&self, pass: &mut ComputePass<'_>, workgroups: u64) -> u32 {
+        let fold = u64::from(self.compilation.fold);
+        let (x, y) = if workgroups <= fold { (workgroups, 1) } else { (fold, workgroups.div_ceil(fold)) };
+        pass.dispatch_workgroups(x as u32, y as u32, 1);
+        1
+    }
+}
+
+/// Keeps the step's metadata until the submission that the pass becomes part of has completed, or will never be.
+fn hold_lease(pass: &mut ComputePass<'_>, step: &PreparedStep) {
+    let lease = Arc::clone(&step.lease);
+    pass.on_submitted_work_done(move || drop(lease));
+}

@@ -1,0 +1,164 @@
+//! From shapes, options and capabilities to the numbers that stay fixed for the life of an attention object.
+
+use crate::config::{ArenaLayout, CacheConfig, ModelShape};
+use crate::error::{ConfigError, DeviceError};
+use crate::gpu::capabilities::Capabilities;
+use crate::gpu::options::AttentionOptions;
+use crate::gpu::params::LayerParams;
+use crate::gpu::shader::{Kernel, MAX_QUERIES, PREFILL_QUERIES, TILE, VariantKey};
+use crate::schedule::SplitConfig;
+
+/// Scratch for partial results where nothing else is asked for, in bytes.
+const DEFAULT_SCRATCH_BYTES: u64 = 32 << 20;
+
+/// Floating-point operations of attention that one dispatch has by default.
+const DEFAULT_DISPATCH_FLOP: u64 = 15_000_000_000;
+
+/// How a kv head's query heads are cut into tiles, as even as possible: 71 heads are 9 tiles of 8.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct HeadTiles {
+    /// Tiles per kv head.
+    pub(super) tiles: u32,
+    /// Heads of a tile; the last one may have fewer.
+    pub(super) queries: u32,
+}
+
+impl HeadTiles {
+    pub(super) fn of(shape: &ModelShape) -> Self {
+        let heads = shape.heads_per_kv_head();
+        let queries = heads.div_ceil(heads.div_ceil(MAX_QUERIES));
+        Self { tiles: heads.div_ceil(queries), queries }
+    }
+}
+
+/// Checks that `cache` was made for `shape`.
+pub(super) fn check_shape(shape: &ModelShape, cache: &CacheConfig) -> Result<(), DeviceError> {
+    let layout = cache.layout();
+    for (field, shape, cache) in [
+        ("num_layers", shape.num_layers, layout.num_layers),
+        ("num_kv_heads", shape.num_kv_heads, layout.num_kv_heads),
+        ("head_dim", shape.head_dim, layout.k_head_dim),
+    ] {
+        if shape != cache {
+            return Err(DeviceError::ShapeMismatch { field, shape, cache });
+        }
+    }
+    let ModelShape { num_query_heads, num_kv_heads, .. } = *shape;
+    if num_query_heads == 0 {
+        return Err(ConfigError::Zero { field: "num_query_heads" }.into());
+    }
+    if num_query_heads % num_kv_heads != 0 {
+        return Err(ConfigError::HeadRatio { num_query_heads, num_kv_heads }.into());
+    }
+    Ok(())
+}
+
+/// Bytes of one partial result: per query head the weighted sums, then maximum and sum, padded to 16 bytes.
+pub(super) fn partial_bytes(shape: &ModelShape, cache: &CacheConfig) -> u64 {
+    u64::from(shape.num_query_heads) * u64::from(cache.layout().v_head_dim / 4 + 1) * 16
+}
+
+pub(super) fn split_config(
+    shape: &ModelShape,
+    cache: &CacheConfig,
+    options: &AttentionOptions,
+    capabilities: &Capabilities,
+    tiles: HeadTiles,
+) -> SplitConfig {
+    let workgroups_per_item = shape.num_kv_heads * tiles.tiles;
+    let target_workgroups = options.target_workgroups.unwrap_or(capabilities.target_workgroups).max(1);
+    let span_quantum = TILE.max(cache.block_size());
+    let fixed_span_tokens =
+        options.fixed_span_tokens.map(|tokens| tokens.max(1).next_multiple_of(span_quantum));
+    // What a step can need: with fixed spans, every row's; else as many as fill the device, and one more per row.
+    let wanted_partials = match fixed_span_tokens {
+        Some(span) => {
+            u64::from(cache.max_sequences()) * u64::from(cache.max_sequence_tokens().div_ceil(span))
+        }
+        None => {
+            2 * u64::from(target_workgroups.div_ceil(workgroups_per_item)) + u64::from(cache.max_sequences())
+        }
+    };
+    let default_bytes = match fixed_span_tokens {
+        Some(_) => u64::MAX,
+        None => DEFAULT_SCRATCH_BYTES,
+    };
+    let scratch_bytes =
+        options.scratch_bytes.unwrap_or(default_bytes).min(capabilities.max_binding_bytes);
+    let max_partials = (scratch_bytes / partial_bytes(shape, cache)).min(wanted_partials).max(1);
+    let flop_per_pair = 2
+        * u64::from(shape.num_query_heads)
+        * u64::from(cache.layout().k_head_dim + cache.layout().v_head_dim);
+    SplitConfig {
+        workgroups_per_item,
+        heads_per_kv_head: shape.heads_per_kv_head(),
+        prefill_queries: PREFILL_QUERIES,
+        span_quantum,
+        target_workgroups,
+        max_partials: u32::try_from(max_partials).unwrap_or(u32::MAX),
+        fixed_span_tokens,
+        dispatch_work_budget: options.dispatch_work_budget.unwrap_or(DEFAULT_DISPATCH_FLOP / flop_per_pair),
+    }
+}
+
+pub(super) fn layer_params(
+    shape: &ModelShape,
+    cache: &CacheConfig,
+    arenas: &ArenaLayout,
+    options: &AttentionOptions,
+    tiles: HeadTiles,
+) -> Vec<LayerParams> {
+    let scale = options.scale.unwrap_or_else(|| 1.0 / (shape.head_dim as f32).sqrt());
+    let layer_units = arenas.block.layer_block_words() / 4;
+    (0..shape.num_layers)
+        .map(|layer| {
+            let (arena, layer_in_arena) = arenas.arena_of(layer);
+            // An arena has less than 2^31 bytes, so each of these fits.
+            LayerParams {
+                block_stride: (arenas.block_stride_words(arena) / 4) as u32,
+                layer_start: (u64::from(layer_in_arena) * layer_units) as u32,
+                block_shift: cache.block_size().trailing_zeros(),
+                table_entries: cache.table_entries(),
+                num_kv_heads: shape.num_kv_heads,
+                num_query_heads: shape.num_query_heads,
+                heads_per_kv_head: shape.heads_per_kv_head(),
+                head_tiles: tiles.tiles,
+                scale_log2: scale * std::f32::consts::LOG2_E,
+                padding: [0; 3],
+            }
+        })
+        .collect()
+}
+
+/// The variant of `kernel` for this cache on this device.
+pub(super) fn variant(
+    kernel: Kernel,
+    cache: &CacheConfig,
+    tiles: HeadTiles,
+    capabilities: &Capabilities,
+    options: &AttentionOptions,
+) -> VariantKey {
+    let layout = cache.layout();
+    let subgroups = capabilities.subgroups && !options.disallow_subgroups;
+    VariantKey::new(
+        kernel,
+        (layout.k_type, layout.v_type),
+        (layout.k_head_dim, layout.v_head_dim),
+        tiles.queries,
+        subgroups,
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn heads_are_tiled_as_evenly_as_possible() {
+        for (heads, tiles, queries) in [(1, 1, 1), (3, 1, 3), (8, 1, 8), (9, 2, 5), (16, 2, 8), (71, 9, 8)] {
+            let shape = ModelShape { num_layers: 1, num_query_heads: 2 * heads, num_kv_heads: 2, head_dim: 8 };
+            let found = HeadTiles::of(&shape);
+            assert_eq!((found.tiles, found.queries), (tiles, queries), "{heads} heads");
+        }
+    }
+}

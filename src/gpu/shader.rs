@@ -1,0 +1,331 @@
+//! From a variant's key to its WGSL text: a generated header, then fragments.
+//!
+//! There is no preprocessor. What differs between variants is a constant of the header, or a fragment that another one
+//! with equal function names replaces (subgroup or workgroup reductions, f16 or f32 rows). One thing is unrolled by
+//! text, because register arrays with a loop over them are at the mercy of four shader compilers: a line that contains
+//! `_Q` is written once per query of the workgroup, with the query's number in place of the `Q`.
+//!
+//! The set of keys is finite: [`all_variants`] names them all, [`sample_variants`] a part that has every pair of choices.
+
+use crate::config::{KvType, MAX_HEAD_DIM};
+use std::collections::HashSet;
+use std::fmt::{self, Write as _};
+
+/// Most query heads that one workgroup serves: kv heads with more have them in tiles, as even as possible.
+pub const MAX_QUERIES: u32 = 8;
+
+/// (row, head) pairs of a prefill workgroup.
+pub const PREFILL_QUERIES: u32 = 8;
+
+/// Keys of a tile of the attention kernels, and invocations of every workgroup.
+pub const TILE: u32 = 64;
+
+/// The kernels. A kernel's name is that of its file, its entry point, its labels and its CPU twin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kernel {
+    /// Writes new rows of K and V into their slots.
+    Append,
+    /// Copies whole blocks.
+    BlockCopy,
+    /// Attention of sequences with one row.
+    AttentionDecode,
+    /// Attention of sequences with several rows.
+    AttentionPrefill,
+    /// Merges partial results.
+    AttentionMerge,
+}
+
+impl Kernel {
+    /// The kernel's name, also that of its entry point.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Append => "append",
+            Self::BlockCopy => "block_copy",
+            Self::AttentionDecode => "attention_decode",
+            Self::AttentionPrefill => "attention_prefill",
+            Self::AttentionMerge => "attention_merge",
+        }
+    }
+
+    fn is_attention(self) -> bool {
+        matches!(self, Self::AttentionDecode | Self::AttentionPrefill)
+    }
+}
+
+/// What a shader's text depends on. Choices that a kernel does not have are at their defaults (f32, 8, 1, no subgroups),
+/// so that equal texts have equal keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct VariantKey {
+    kernel: Kernel,
+    k_type: KvType,
+    v_type: KvType,
+    k_head_dim: u32,
+    v_head_dim: u32,
+    queries: u32,
+    subgroups: bool,
+}
+
+impl VariantKey {
+    /// The variant of `kernel` for a cache of these types and head sizes, for `queries` queries per workgroup.
+    pub fn new(
+        kernel: Kernel,
+        (k_type, v_type): (KvType, KvType),
+        (k_head_dim, v_head_dim): (u32, u32),
+        queries: u32,
+        subgroups: bool,
+    ) -> Self {
+        let attention = kernel.is_attention();
+        let reads_kv = attention || kernel == Kernel::Append;
+        Self {
+            kernel,
+            k_type: if reads_kv { k_type } else { KvType::F32 },
+            v_type: if reads_kv { v_type } else { KvType::F32 },
+            k_head_dim: if reads_kv { k_head_dim } else { 8 },
+            v_head_dim: if reads_kv || kernel == Kernel::AttentionMerge { v_head_dim } else { 8 },
+            queries: match kernel {
+                Kernel::AttentionDecode => queries,
+                Kernel::AttentionPrefill => PREFILL_QUERIES,
+                _ => 1,
+            },
+            subgroups: attention && subgroups,
+        }
+    }
+
+    /// The kernel.
+    pub fn kernel(&self) -> Kernel {
+        self.kernel
+    }
+
+    /// Whether the text uses subgroup operations.
+    pub fn subgroups(&self) -> bool {
+        self.subgroups
+    }
+
+    /// The WGSL text, for devices with the default limit of workgroups per dimension.
+    pub fn wgsl(&self) -> String {
+        self.wgsl_with(u32::from(u16::MAX), &[])
+    }
+
+    /// The WGSL text for dispatches folded at `fold` workgroups per dimension, with some fragments replaced: pairs of a
+    /// fragment's name (`common/load.wgsl`) and the text to take instead.
+    pub fn wgsl_with(&self, fold: u32, replaced: &[(&str, &str)]) -> String {
+        let mut text = self.header(fold);
+        for (name, fragment) in self.fragments() {
+            let fragment = replaced.iter().find(|(other, _)| *other == name).map_or(fragment, |(_, text)| *text);
+            let _ = write!(text, "\n// {name}\n");
+            unroll_queries(fragment, self.queries, &mut text);
+        }
+        text
+    }
+
+    fn header(&self, fold: u32) -> String {
+        let mut text = format!("// {self}\nconst FOLD = {fold}u;\n");
+        let units = |head_dim: u32, kv_type: KvType| head_dim / kv_type.elements_per_vec4();
+        let attention = self.kernel.is_attention();
+        if attention || self.kernel == Kernel::Append {
+            let _ = write!(
+                text,
+                "const K_HEAD_DIM = {}u;\nconst K_ROW = {}u;\nconst V_ROW = {}u;\n",
+                self.k_head_dim,
+                units(self.k_head_dim, self.k_type),
+                units(self.v_head_dim, self.v_type),
+            );
+        }
+        if attention || self.kernel == Kernel::AttentionMerge {
+            let _ = writeln!(text, "const V_HEAD_DIM = {}u;", self.v_head_dim);
+        }
+        if attention {
+            let _ = writeln!(text, "const QUERIES = {}u;", self.queries);
+            for query in 0..self.queries {
+                let _ = writeln!(text, "const QUERY_{query} = {query}u;");
+            }
+        }
+        text
+    }
+
+    fn fragments(&self) -> Vec<(&'static str, &'static str)> {
+        macro_rules! fragment {
+            ($name:literal) => {
+                ($name, include_str!(concat!("../../shaders/", $name)))
+            };
+        }
+        let mut fragments = vec![fragment!("common/params.wgsl")];
+        match self.kernel {
+            Kernel::Append => {
+                fragments.push(fragment!("common/layout.wgsl"));
+                if self.k_type == KvType::F16 || self.v_type == KvType::F16 {
+                    fragments.push(fragment!("common/half.wgsl"));
+                }
+                fragments.push(match self.k_type {
+                    KvType::F32 => fragment!("common/pack_k_f32.wgsl"),
+                    KvType::F16 => fragment!("common/pack_k_f16.wgsl"),
+                });
+                fragments.push(match self.v_type {
+                    KvType::F32 => fragment!("common/pack_v_f32.wgsl"),
+                    KvType::F16 => fragment!("common/pack_v_f16.wgsl"),
+                });
+                fragments.push(fragment!("append.wgsl"));
+            }
+            Kernel::BlockCopy => fragments.push(fragment!("block_copy.wgsl")),
+            Kernel::AttentionMerge => fragments.push(fragment!("attention_merge.wgsl")),
+            Kernel::AttentionDecode | Kernel::AttentionPrefill => {
+                fragments.push(fragment!("common/attention_bindings.wgsl"));
+                fragments.push(fragment!("common/layout.wgsl"));
+                fragments.push(fragment!("common/load.wgsl"));
+                fragments.push(match self.k_type {
+                    KvType::F32 => fragment!("common/read_k_f32.wgsl"),
+                    KvType::F16 => fragment!("common/read_k_f16.wgsl"),
+                });
+                fragments.push(match self.v_type {
+                    KvType::F32 => fragment!("common/read_v_f32.wgsl"),
+                    KvType::F16 => fragment!("common/read_v_f16.wgsl"),
+                });
+                fragments.push(match self.subgroups {
+                    true => fragment!("common/sum_subgroup.wgsl"),
+                    false => fragment!("common/sum_workgroup.wgsl"),
+                });
+                fragments.push(fragment!("common/attention_core.wgsl"));
+                fragments.push(match self.kernel {
+                    Kernel::AttentionDecode => fragment!("attention_decode.wgsl"),
+                    _ => fragment!("attention_prefill.wgsl"),
+                });
+            }
+        }
+        fragments
+    }
+}
+
+impl fmt::Display for VariantKey {
+    /// A stable name: the kernel, then the choices that it has.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.kernel.name())?;
+        match self.kernel {
+            Kernel::BlockCopy => return Ok(()),
+            Kernel::AttentionMerge => return write!(f, ".d{}", self.v_head_dim),
+            _ => {}
+        }
+        if self.k_type == self.v_type {
+            write!(f, ".{}", self.k_type)?;
+        } else {
+            write!(f, ".k_{}_v_{}", self.k_type, self.v_type)?;
+        }
+        if self.k_head_dim == self.v_head_dim {
+            write!(f, ".d{}", self.k_head_dim)?;
+        } else {
+            write!(f, ".d{}_{}", self.k_head_dim, self.v_head_dim)?;
+        }
+        if self.kernel == Kernel::AttentionDecode {
+            write!(f, ".q{}", self.queries)?;
+        }
+        if self.kernel.is_attention() {
+            f.write_str(if self.subgroups { ".subgroup" } else { ".workgroup" })?;
+        }
+        Ok(())
+    }
+}
+
+/// Writes `fragment` to `text`, each line that contains `_Q` once per query. Comment lines are left alone.
+fn unroll_queries(fragment: &str, queries: u32, text: &mut String) {
+    for line in fragment.lines() {
+        if line.contains("_Q") && !line.trim_start().starts_with("//") {
+            for query in 0..queries {
+                text.push_str(&line.replace("_Q", &format!("_{query}")));
+                text.push('\n');
+            }
+        } else {
+            text.push_str(line);
+            text.push('\n');
+        }
+    }
+}
+
+/// Every variant: equal head sizes of K and V from 8 to 256, and three pairs of unequal ones.
+pub fn all_variants() -> Vec<VariantKey> {
+    let kernels = [
+        Kernel::AttentionDecode,
+        Kernel::AttentionPrefill,
+        Kernel::Append,
+        Kernel::AttentionMerge,
+        Kernel::BlockCopy,
+    ];
+    let types = [KvType::F32, KvType::F16];
+    let mut dims: Vec<(u32, u32)> = (8..=MAX_HEAD_DIM).step_by(8).map(|dim| (dim, dim)).collect();
+    dims.extend([(192, 128), (64, 128), (256, 8)]);
+    let mut seen = HashSet::new();
+    let mut variants = Vec::new();
+    for kernel in kernels {
+        for &dims in &dims {
+            for k_type in types {
+                for v_type in types {
+                    for queries in 1..=MAX_QUERIES {
+                        for subgroups in [false, true] {
+                            let key = VariantKey::new(kernel, (k_type, v_type), dims, queries, subgroups);
+                            if seen.insert(key) {
+                                variants.push(key);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+    variants
+}
+
+/// Variants in which every pair of choices of [`all_variants`] occurs, in the same order.
+pub fn sample_variants() -> Vec<VariantKey> {
+    let mut covered = HashSet::new();
+    let choices = |key: &VariantKey| {
+        [
+            key.kernel as u32,
+            key.k_type.bits(),
+            key.v_type.bits(),
+            key.k_head_dim * 1000 + key.v_head_dim,
+            key.queries,
+            u32::from(key.subgroups),
+        ]
+    };
+    let mut all = all_variants();
+    all.retain(|key| {
+        let choices = choices(key);
+        let mut is_new = false;
+        for a in 0..choices.len() {
+            for b in a + 1..choices.len() {
+                is_new |= covered.insert((a, choices[a], b, choices[b]));
+            }
+        }
+        is_new
+    });
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_of_queries_are_written_once_per_query() {
+        let mut text = String::new();
+        unroll_queries("// a comment on _Q\nlet a_Q = b_Q;\nplain\n", 2, &mut text);
+        assert_eq!(text, "// a comment on _Q\nlet a_0 = b_0;\nlet a_1 = b_1;\nplain\n");
+    }
+
+    #[test]
+    fn variants_have_distinct_names_and_the_sample_is_a_part_of_them() {
+        let all = all_variants();
+        let names: HashSet<String> = all.iter().map(ToString::to_string).collect();
+        assert_eq!(names.len(), all.len());
+        let sample = sample_variants();
+        assert!(sample.len() * 4 < all.len(), "{} of {}", sample.len(), all.len());
+        assert!(sample.iter().all(|key| all.contains(key)));
+    }
+
+    #[test]
+    fn no_text_keeps_a_marker() {
+        for key in sample_variants() {
+            let text = key.wgsl();
+            let marked = text.lines().find(|line| line.contains("_Q") && !line.trim_start().starts_with("//"));
+            assert_eq!(marked, None, "{key}");
+        }
+    }
+}
