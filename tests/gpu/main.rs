@@ -1,3 +1,10 @@
 //! Tests of the device part.
 
+#[path = "../core/bug_cases.rs"]
+mod bug_cases;
 mod device;
+mod kernel_bugs;
+mod raw;
+mod raw_kernels;
+#[path = "../core/rig.rs"]
+mod rig;
