@@ -7,6 +7,7 @@ use paged_kv::{BlockCopy, DecodeItem, KvType, PADDING_SLOT, SplitConfig, StepPla
 
 use crate::bug_cases::{self, Engine};
 use crate::device::on_each_adapter;
+use crate::device_rig::{on_each_adapter_but_gl, open};
 use crate::raw::{RawKernels, RawStep};
 use crate::rig::{Rig, Tensors, one_span};
 
@@ -49,32 +50,29 @@ impl Engine for RawKernels<'_> {
 }
 
 macro_rules! on_the_kernels {
-    ($($name:ident),* $(,)?) => {$(
+    ($($on:ident: $($name:ident),*;)*) => {$($(
         #[test]
         fn $name() {
-            on_each_adapter(|adapter| {
-                let gpu = adapter
-                    .request_device(wgpu::Limits::default(), wgpu::Features::empty())
-                    .expect("the default limits");
-                bug_cases::$name(&RawKernels::new(&gpu));
-            });
+            $on(|adapter| bug_cases::$name(&RawKernels::new(&open(adapter))));
         }
-    )*};
+    )*)*};
 }
 
-on_the_kernels!(
-    b01_unused_slots_of_the_last_block_never_reach_the_output,
-    b01_zeroed_unused_slots_do_not_enter_the_denominator,
-    b03_every_length_around_a_block_boundary_reads_exactly_its_tokens,
-    b07_a_single_key_returns_its_value_exactly,
-    b07_logits_far_below_zero_weigh_as_they_should,
-    b09_products_beyond_the_16_bit_range_stay_finite,
-    b15_every_query_head_reads_its_own_kv_head,
-    b17_odd_head_sizes_do_not_bleed_into_the_next_head,
-    b17_the_scale_is_of_the_real_head_size,
-    b29_a_sequence_with_nan_changes_no_bit_of_its_neighbour,
-    b31_a_prompt_in_chunks_equals_the_prompt_at_once,
-);
+on_the_kernels! {
+    on_each_adapter:
+        b01_zeroed_unused_slots_do_not_enter_the_denominator,
+        b03_every_length_around_a_block_boundary_reads_exactly_its_tokens,
+        b29_a_sequence_with_nan_changes_no_bit_of_its_neighbour;
+    on_each_adapter_but_gl:
+        b01_unused_slots_of_the_last_block_never_reach_the_output,
+        b07_a_single_key_returns_its_value_exactly,
+        b07_logits_far_below_zero_weigh_as_they_should,
+        b09_products_beyond_the_16_bit_range_stay_finite,
+        b15_every_query_head_reads_its_own_kv_head,
+        b17_odd_head_sizes_do_not_bleed_into_the_next_head,
+        b17_the_scale_is_of_the_real_head_size,
+        b31_a_prompt_in_chunks_equals_the_prompt_at_once;
+}
 
 /// A fork whose tail block is copied, and then written through both tables: the output of the step, with the kernels run
 /// in the given order, and the twin's.
@@ -104,9 +102,7 @@ fn fork_step(kernels: &RawKernels<'_>, order: &[Kernel]) -> (Rig, StepPlan, Tens
 #[test]
 fn b41_copies_recorded_before_the_append_keep_its_token_and_copies_recorded_last_do_not() {
     on_each_adapter(|adapter| {
-        let gpu = adapter
-            .request_device(wgpu::Limits::default(), wgpu::Features::empty())
-            .expect("the default limits");
+        let gpu = open(adapter);
         let kernels = RawKernels::new(&gpu);
         let order = [Kernel::BlockCopy, Kernel::Append, Kernel::AttentionDecode];
         let (rig, plan, tensors, right) = fork_step(&kernels, &order);
@@ -123,9 +119,7 @@ fn b41_copies_recorded_before_the_append_keep_its_token_and_copies_recorded_last
 #[test]
 fn b23_padding_rows_leave_every_word_as_it_was() {
     on_each_adapter(|adapter| {
-        let gpu = adapter
-            .request_device(wgpu::Limits::default(), wgpu::Features::empty())
-            .expect("the default limits");
+        let gpu = open(adapter);
         let kernels = RawKernels::new(&gpu);
         let rig = Rig::new((1, 1, 8), KvType::F16, 4, 4);
         let raw = kernels.of(&rig);
@@ -147,9 +141,7 @@ fn b23_padding_rows_leave_every_word_as_it_was() {
 #[test]
 fn b41_one_source_may_have_several_copies_and_a_block_copied_onto_itself_stays() {
     on_each_adapter(|adapter| {
-        let gpu = adapter
-            .request_device(wgpu::Limits::default(), wgpu::Features::empty())
-            .expect("the default limits");
+        let gpu = open(adapter);
         let kernels = RawKernels::new(&gpu);
         let rig = Rig::new((1, 1, 8), KvType::F16, 4, 4);
         let raw = kernels.of(&rig);

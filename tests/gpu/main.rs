@@ -3,7 +3,9 @@
 #[path = "../core/bug_cases.rs"]
 mod bug_cases;
 mod device;
+mod device_rig;
 mod kernel_bugs;
+mod kernels;
 mod raw;
 mod raw_kernels;
 #[path = "../core/rig.rs"]

@@ -10,13 +10,10 @@ use paged_kv::{
     PADDING_SLOT, PrefillItem,
 };
 
-use crate::device::{TestAdapter, TestDevice, on_each_adapter};
+use crate::device::on_each_adapter;
+use crate::device_rig::{on_each_adapter_but_gl, open};
 use crate::raw::{RawKernels, RawStep};
 use crate::rig::Rig;
-
-fn open(adapter: &TestAdapter) -> TestDevice {
-    adapter.request_device(wgpu::Limits::default(), wgpu::Features::empty()).expect("the default limits")
-}
 
 /// A pool of many blocks, whose tables would be too large at their usual size: `max_sequences` of `max_tokens` tokens.
 fn large(kv_heads: u32, block_size: u32, num_blocks: u32, max_sequences: u32, max_tokens: u32) -> Rig {
@@ -242,7 +239,7 @@ fn loads(kernels: &RawKernels<'_>, rig: &Rig, kernel: Kernel, step: &RawStep) ->
 
 #[test]
 fn decode_loads_each_key_value_and_table_entry_once_for_all_query_heads() {
-    on_each_adapter(|adapter| {
+    on_each_adapter_but_gl(|adapter| {
         let gpu = open(adapter);
         let kernels = RawKernels::with_load(&gpu, COUNTED_LOADS);
         for block_size in [1, 16, 256] {
@@ -280,7 +277,7 @@ fn decode_loads_each_key_value_and_table_entry_once_for_all_query_heads() {
 
 #[test]
 fn prefill_loads_each_visible_key_and_value_once_per_tile_of_queries() {
-    on_each_adapter(|adapter| {
+    on_each_adapter_but_gl(|adapter| {
         let gpu = open(adapter);
         let kernels = RawKernels::with_load(&gpu, COUNTED_LOADS);
         // Twelve rows behind 60 tokens.
