@@ -59,8 +59,13 @@ impl Rig {
         let shape = ModelShape { num_layers: 1, num_query_heads, num_kv_heads, head_dim };
         let config = CacheConfig::for_blocks(num_blocks, &shape, format)
             .and_then(|config| config.with_block_size(block_size))
+            // One table for every block, to hold each by itself.
             .and_then(|config| config.with_max_sequences(num_blocks + 8))
             .expect("a valid configuration");
+        Self::of(shape, config)
+    }
+
+    pub(crate) fn of(shape: ModelShape, config: CacheConfig) -> Self {
         Self {
             shape,
             kv: KvCache::new(config),
