@@ -83,8 +83,12 @@ impl DeviceMemory {
             .collect::<Result<_, _>>()?;
         let tables =
             allocator.create("block tables", "paged_kv.block_tables", cache.table_bytes(), storage)?;
-        let partials =
-            allocator.create("partial results", "paged_kv.partials", partial_bytes, BufferUsages::STORAGE | BufferUsages::COPY_DST)?;
+        let partials = allocator.create(
+            "partial results",
+            "paged_kv.partials",
+            partial_bytes,
+            BufferUsages::STORAGE | BufferUsages::COPY_DST,
+        )?;
         let layer_stride = (size_of::<LayerParams>() as u32).next_multiple_of(uniform_alignment);
         let layers = Self::create_layers(allocator, layer_params, layer_stride)?;
         Ok(Self { arenas, tables, partials, layers, layer_stride })

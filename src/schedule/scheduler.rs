@@ -156,7 +156,7 @@ impl Scheduler {
         if self.config.admission == Admission::Guaranteed {
             self.promise_turn(index, len as u32, max_tokens)?;
         }
-        // What is computed stays, but for the last token where its logits are needed again.
+        // What is computed stays, but for the last token where its logits are needed again (I6).
         let computed = self.get(index).computed.min(len as u32 - 1);
         if let Some(table) = self.get(index).table {
             self.cache.truncate(table, computed)?;
@@ -224,6 +224,7 @@ impl Scheduler {
         let max_tokens = self.declared_maximum(len, &request)?;
         self.check_samples(request.samples)?;
         self.check_fits(len as u32, max_tokens, request.samples)?;
+        // Committed tokens only, and not all of the child's (I6).
         let shared = (at as u32).min(source.computed).min(len as u32 - 1);
         let prefix = source.tokens[..at].to_vec();
         let fork = source.table.filter(|_| shared > 0).map(|parent| PendingFork { parent, at: shared });

@@ -13,3 +13,4 @@ mod rig;
 mod scenarios;
 mod scheduler_bugs;
 mod simulated_device;
+mod tidy;
