@@ -10,8 +10,8 @@
 
 use paged_kv::wgpu::{self, BufferUsages, PollType};
 use paged_kv::{
-    CacheConfig, KvType, LayerTensors, ModelShape, PagedAttention, Request, RowResult, Schedule, Scheduler, SchedulerConfig,
-    StepEvent, StepPlan, TensorSlice, recommended_features, recommended_limits,
+    CacheConfig, KvType, LayerTensors, ModelShape, PagedAttention, Request, RowResult, Schedule, Scheduler,
+    SchedulerConfig, StepEvent, StepPlan, TensorSlice, recommended_features, recommended_limits,
 };
 use std::error::Error;
 use std::sync::Arc;
@@ -86,12 +86,18 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     // The model's buffers and pipelines; the library binds its tensors once.
     let buffer = |label, size, usage| {
-        device.create_buffer(&wgpu::BufferDescriptor { label: Some(label), size, usage, mapped_at_creation: false })
+        device.create_buffer(&wgpu::BufferDescriptor {
+            label: Some(label),
+            size,
+            usage,
+            mapped_at_creation: false,
+        })
     };
     let qkv = buffer("qkv", u64::from(ROWS) * 128 * 4, BufferUsages::STORAGE);
     let output = buffer("output", u64::from(ROWS) * 64 * 4, BufferUsages::STORAGE);
     let step_params = buffer("step params", 16, BufferUsages::UNIFORM | BufferUsages::COPY_DST);
-    let logit_rows = buffer("logit rows", u64::from(ROWS) * 4, BufferUsages::STORAGE | BufferUsages::COPY_DST);
+    let logit_rows =
+        buffer("logit rows", u64::from(ROWS) * 4, BufferUsages::STORAGE | BufferUsages::COPY_DST);
     let tokens = buffer("tokens", u64::from(ROWS) * 4, BufferUsages::STORAGE | BufferUsages::COPY_SRC);
     let readback = buffer("readback", u64::from(ROWS) * 4, BufferUsages::MAP_READ | BufferUsages::COPY_DST);
     let slice = |buffer, offset, row_stride| TensorSlice { buffer, offset, row_stride, rows: ROWS };
@@ -122,7 +128,11 @@ fn main() -> Result<(), Box<dyn Error>> {
             .map(|&(binding, buffer)| wgpu::BindGroupEntry { binding, resource: buffer.as_entire_binding() })
             .collect();
         let layout = pipeline.get_bind_group_layout(0);
-        device.create_bind_group(&wgpu::BindGroupDescriptor { label: None, layout: &layout, entries: &entries })
+        device.create_bind_group(&wgpu::BindGroupDescriptor {
+            label: None,
+            layout: &layout,
+            entries: &entries,
+        })
     };
     let choose_group = bind(&choose, &[(0, &step_params), (3, &output), (4, &logit_rows), (5, &tokens)]);
 
@@ -147,7 +157,9 @@ fn main() -> Result<(), Box<dyn Error>> {
             readback.unmap();
             for event in scheduler.commit(step.plan, &results)? {
                 match event {
-                    StepEvent::Token { sequence, token } => println!("frame {frames}: chat {sequence} says {token}"),
+                    StepEvent::Token { sequence, token } => {
+                        println!("frame {frames}: chat {sequence} says {token}")
+                    }
                     StepEvent::Finished { sequence, reason, .. } => {
                         println!("frame {frames}: chat {sequence} is done ({reason})");
                         finished += 1;
@@ -191,7 +203,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         draw(&mut encoder, &window, frames); // The frame is drawn whether a step is on its way or not.
         queue.submit([encoder.finish()]);
         if let Some(arrived) = mapped_after_submit {
-            readback.slice(..).map_async(wgpu::MapMode::Read, move |result| arrived.store(result.is_ok(), Ordering::Release));
+            readback.slice(..).map_async(wgpu::MapMode::Read, move |result| {
+                arrived.store(result.is_ok(), Ordering::Release)
+            });
         }
     }
     println!("{frames} frames, {steps} steps, {}", scheduler.stats().cache);
