@@ -59,6 +59,8 @@ pub struct Prompt {
     pub max_new_tokens: u32,
     /// Samples of this prompt, at least 1.
     pub samples: u32,
+    /// Number of the first sample: one that runs alone keeps the random stream that it has among others.
+    pub first_sample: u32,
     /// Tokens that end a sample.
     pub stop_tokens: Vec<TokenId>,
     /// Tokens that are taken in place of the first ones chosen (teacher forcing).
@@ -250,6 +252,7 @@ enum Attention<'a> {
 /// What the session remembers of a request.
 struct RequestState {
     prompt: u32,
+    first_sample: u32,
     input_len: u32,
     forced_tokens: Vec<TokenId>,
 }
@@ -279,6 +282,7 @@ impl Session<'_> {
     fn remember(&mut self, id: RequestId, prompt: &Prompt, input_len: usize) {
         let state = RequestState {
             prompt: prompt.index,
+            first_sample: prompt.first_sample,
             input_len: input_len as u32,
             forced_tokens: prompt.forced_tokens.clone(),
         };
@@ -315,7 +319,7 @@ impl Session<'_> {
             let Some(request) = requests.get(&row.sequence.request()) else { return };
             let key = SampleKey {
                 prompt: request.prompt,
-                sample: row.sequence.sample(),
+                sample: request.first_sample + row.sequence.sample(),
                 position: row.next_position,
             };
             let generated = row.next_position.saturating_sub(request.input_len) as usize;

@@ -1,7 +1,16 @@
 //! Tests of the host core; they need no GPU and no wgpu.
 #![allow(clippy::unwrap_used)]
 
+mod bug_cases;
+mod cache_bugs;
+mod cache_model;
+mod config_numbers;
+mod model;
+mod properties;
 mod reference;
 mod reference_bugs;
 mod rig;
 mod scenarios;
+mod scheduler_bugs;
+mod simulated_device;
+mod tidy;
