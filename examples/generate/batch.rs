@@ -74,6 +74,7 @@ impl<'a> Batch<'a> {
             tokens,
             max_new_tokens: options.max_new.unwrap_or(default_max_new),
             samples: options.samples,
+            first_sample: 0,
             stop_tokens: if forced_tokens.is_empty() { end_tokens.clone() } else { Vec::new() },
             forced_tokens: forced_tokens.to_vec(),
             keep: false,

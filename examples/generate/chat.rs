@@ -94,6 +94,7 @@ impl<'a> Chat<'a> {
             tokens,
             max_new_tokens: self.options.max_new.unwrap_or(DEFAULT_MAX_NEW).min(left),
             samples: 1,
+            first_sample: 0,
             stop_tokens: self.tokenizer.end_tokens().to_vec(),
             forced_tokens: Vec::new(),
             keep: true,

@@ -138,10 +138,8 @@ fn run_cells(device: &str, adapter: Option<&str>) {
         println!("golden {device}: NOT RUN, {} is missing: run tests/get-model", model.display());
         return;
     }
-    let gpu = adapter.map(|part| {
-        let adapters = Adapters::find();
-        adapters.choose(Some(part)).map(|adapter| Gpu::open(adapter).unwrap())
-    });
+    let gpu =
+        adapter.map(|part| Adapters::find(Some(part)).best().map(|adapter| Gpu::open(adapter).unwrap()));
     if matches!(gpu, Some(None)) {
         assert!(!required.contains(device), "the adapter {device} is missing, and required");
         println!("golden {device}: NOT RUN, there is no such adapter");
