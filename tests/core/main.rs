@@ -4,7 +4,10 @@
 mod cache_bugs;
 mod cache_model;
 mod config_numbers;
+mod drafts;
 mod model;
+mod preemption;
+mod promises;
 mod properties;
 mod reference;
 mod reference_bugs;
