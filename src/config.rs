@@ -43,6 +43,9 @@ pub struct ModelShape {
 
 impl ModelShape {
     /// Query heads that read one kv head.
+    ///
+    /// # Panics
+    /// When there is no kv head; a [`CacheConfig`] refuses such a shape.
     pub fn heads_per_kv_head(&self) -> u32 {
         self.num_query_heads / self.num_kv_heads
     }
@@ -266,6 +269,9 @@ impl CacheConfig {
         if self.declared_tokens == Some(0) {
             return Err(ConfigError::Zero { field: "max_sequence_tokens" });
         }
+        if self.layout.checked_block_bytes().is_none() {
+            return Err(ConfigError::Overflow { what: "bytes of a block" });
+        }
         let num_blocks = self.solve_num_blocks()?;
         let slots = u64::from(num_blocks) * u64::from(block_size);
         if num_blocks == 0 {
@@ -297,19 +303,23 @@ impl CacheConfig {
                 u32::try_from(blocks).map_err(|_| overflow)
             }
             Sizing::Bytes(bytes) => {
+                let overflow = ConfigError::Overflow { what: "bytes of the block tables" };
                 let block_bytes = self.layout.block_bytes();
-                let table_bytes = u64::from(self.max_sequences) * 4;
-                let num_blocks = match self.declared_tokens {
+                // One entry in every table.
+                let entry_bytes = u64::from(self.max_sequences) * 4;
+                let (per_block, tables) = match self.declared_tokens {
                     // Tables have a fixed size: subtract them, divide the rest.
                     Some(tokens) => {
-                        let tables = table_bytes * u64::from(self.layout.blocks_for(tokens));
-                        bytes.saturating_sub(tables) / block_bytes
+                        let entries = u64::from(self.layout.blocks_for(tokens));
+                        (block_bytes, entry_bytes.checked_mul(entries).ok_or(overflow)?)
                     }
                     // A table has an entry for every block of the pool.
-                    None => bytes / (block_bytes + table_bytes),
+                    None => (block_bytes.checked_add(entry_bytes).ok_or(overflow)?, 0),
                 };
+                let num_blocks = bytes.saturating_sub(tables) / per_block;
                 if num_blocks == 0 {
-                    return Err(ConfigError::TooFewBytes { bytes, needed_bytes: block_bytes + table_bytes });
+                    let needed_bytes = per_block.checked_add(tables).ok_or(overflow)?;
+                    return Err(ConfigError::TooFewBytes { bytes, needed_bytes });
                 }
                 Ok(u32::try_from(num_blocks).unwrap_or(u32::MAX))
             }
@@ -348,9 +358,8 @@ impl CacheConfig {
 
     /// Bytes of keys and values per token, all layers.
     pub fn bytes_per_token(&self) -> u64 {
-        let row_bits = u64::from(self.layout.k_head_dim) * u64::from(self.layout.k_type.bits())
-            + u64::from(self.layout.v_head_dim) * u64::from(self.layout.v_type.bits());
-        u64::from(self.layout.num_layers) * u64::from(self.layout.num_kv_heads) * row_bits / 8
+        let row_words = u64::from(self.layout.k_row_words()) + u64::from(self.layout.v_row_words());
+        u64::from(self.layout.num_layers) * u64::from(self.layout.num_kv_heads) * row_words * 4
     }
 
     /// Bytes of one block, all layers.
@@ -482,7 +491,12 @@ impl BlockLayout {
 
     /// Bytes of a block, all layers.
     pub fn block_bytes(&self) -> u64 {
-        u64::from(self.num_layers) * self.layer_block_words() * 4
+        // Checked where a configuration is made.
+        self.checked_block_bytes().unwrap_or(u64::MAX)
+    }
+
+    fn checked_block_bytes(&self) -> Option<u64> {
+        u64::from(self.num_layers).checked_mul(self.layer_block_words())?.checked_mul(4)
     }
 }
 

@@ -42,11 +42,11 @@ pub enum ConfigError {
         /// Largest supported.
         max: u32,
     },
-    /// The bytes do not hold one block and its table entries.
+    /// The bytes do not hold one block and the block tables.
     TooFewBytes {
         /// Bytes given.
         bytes: u64,
-        /// Bytes of one block with its table entries.
+        /// Bytes of one block and the tables.
         needed_bytes: u64,
     },
     /// The pool would have more slots than 32 bits can number.
@@ -102,7 +102,7 @@ impl fmt::Display for ConfigError {
             Self::TooFewBytes { bytes, needed_bytes } => {
                 write!(
                     f,
-                    "{bytes} bytes do not hold one block, which takes {needed_bytes} with its table entries"
+                    "{bytes} bytes do not hold one block, which takes {needed_bytes} with the block tables"
                 )
             }
             Self::TooManySlots { slots, max } => {

@@ -25,13 +25,13 @@ pub use schedule::{
 #[cfg(feature = "wgpu")]
 pub use error::{BindError, DeviceError, PrepareError, RecordError};
 #[cfg(feature = "wgpu")]
+#[doc(hidden)]
+pub use gpu::shaders;
+#[cfg(feature = "wgpu")]
 pub use gpu::{
     AttentionOptions, AttentionStats, BoundTensors, LayerTensors, PagedAttention, PreparedStep, TensorSlice,
     recommended_features, recommended_limits,
 };
-#[cfg(feature = "wgpu")]
-#[doc(hidden)]
-pub use gpu::shaders;
 /// The wgpu that this version of the library is built on.
 #[cfg(feature = "wgpu")]
 pub use wgpu;

@@ -11,7 +11,9 @@
 //! # Writing into a shared block
 //! Only a sequence's next position is ever written, so only its last block can be both written and shared. The first
 //! writer takes a fresh block and the step carries the pair to copy; the last holder writes in place. The source stays
-//! off the free list until the step ends, even when its last holder lets go of it.
+//! off the free list until the step ends, even when its last holder lets go of it. A holder that left by a copy of the
+//! outstanding step returns if that step is rolled back, and the device may have run it: until the commit nobody writes
+//! over the tokens that it had there.
 
 mod block_pool;
 mod block_table;
@@ -38,8 +40,18 @@ pub struct BlockCopy {
 /// One change of the outstanding step, with what undoes it. Entries of tables released since are skipped.
 #[derive(Clone, Copy, Debug)]
 enum Undo {
-    Copied { table: TableId, entry: u32, source: BlockId },
-    Grown { table: TableId, num_blocks: u32, len: u32 },
+    /// `len` tokens were in the table: those in `source` must outlive the step.
+    Copied {
+        table: TableId,
+        entry: u32,
+        source: BlockId,
+        len: u32,
+    },
+    Grown {
+        table: TableId,
+        num_blocks: u32,
+        len: u32,
+    },
 }
 
 /// Reference-counted blocks behind per-sequence block tables.
@@ -258,17 +270,30 @@ impl KvCache {
 
     fn target_blocks(&self, table: &BlockTable, num_tokens: u32, lookahead: u32) -> u32 {
         let layout = self.config.layout();
-        let written = layout.blocks_for(table.len + num_tokens);
-        let ahead = layout.blocks_for(table.len.saturating_add(num_tokens).saturating_add(lookahead));
+        let len = table.len.saturating_add(num_tokens);
+        let written = layout.blocks_for(len);
+        let ahead = layout.blocks_for(len.saturating_add(lookahead));
         written.max(ahead.min(table.max_blocks))
     }
 
-    /// The entry of the block that the next token is written into, when others hold it too.
+    /// The entry of the block that the next token is written into, when that block is not this table's to write: others
+    /// hold it too, or would after a rollback and have more tokens in it.
     fn shared_tail(&self, table: &BlockTable) -> Option<u32> {
         let block_size = self.config.block_size();
+        if table.len.is_multiple_of(block_size) {
+            return None;
+        }
         let entry = table.len / block_size;
-        let partly_filled = !table.len.is_multiple_of(block_size);
-        (partly_filled && self.pool.ref_count(table.blocks[entry as usize]) > 1).then_some(entry)
+        let block = table.blocks[entry as usize];
+        (self.pool.ref_count(block) > 1 || self.is_left_longer(block, table.len)).then_some(entry)
+    }
+
+    /// Whether a table with more than `len` tokens left `block` by a copy of the outstanding step.
+    fn is_left_longer(&self, block: BlockId, len: u32) -> bool {
+        self.pool.is_pinned(block)
+            && self.journal.iter().any(|undo| {
+                matches!(*undo, Undo::Copied { source, len: left, .. } if source == block && left > len)
+            })
     }
 
     /// The partly filled last block of a table, when others hold it too.
@@ -327,18 +352,20 @@ impl KvCache {
 
     fn copy_on_write(&mut self, table: TableId) {
         let Some(entry) = self.shared_tail(&self.tables[table.row as usize]) else { return };
-        let source = self.tables[table.row as usize].blocks[entry as usize];
+        let row = &self.tables[table.row as usize];
+        let (source, len) = (row.blocks[entry as usize], row.len);
         let Some(destination) = self.pool.allocate() else {
             self.poison("the free list is shorter than its count");
             return;
         };
         self.pool.pin(source);
-        let released = self.pool.release(source);
-        debug_assert!(released && self.pool.ref_count(source) > 0, "I3: the last holder copies");
+        if !self.pool.release(source) {
+            self.poison("the source of a copy has no holder");
+        }
         self.tables[table.row as usize].blocks[entry as usize] = destination;
         self.tables[table.row as usize].mark_dirty(entry as usize);
         self.step_copies.push(BlockCopy { source: source.0, destination: destination.0 });
-        self.journal.push(Undo::Copied { table, entry, source });
+        self.journal.push(Undo::Copied { table, entry, source, len });
     }
 
     /// Copies that the outstanding step has asked for.
@@ -373,7 +400,7 @@ impl KvCache {
     pub(crate) fn rollback_step(&mut self) {
         while let Some(undo) = self.journal.pop() {
             match undo {
-                Undo::Copied { table, entry, source } if self.live(table).is_ok() => {
+                Undo::Copied { table, entry, source, .. } if self.live(table).is_ok() => {
                     self.pool.retain(source);
                     let row = &mut self.tables[table.row as usize];
                     let copy = std::mem::replace(&mut row.blocks[entry as usize], source);

@@ -343,7 +343,10 @@ impl fmt::Display for PrepareError {
                 "the plan is for a cache of configuration {plan:#018x}, the attention object for {attention:#018x}"
             ),
             Self::CacheInstance { plan, attention } => {
-                write!(f, "the plan comes from cache {plan} but the blocks on the device are those of {attention}")
+                write!(
+                    f,
+                    "the plan comes from cache {plan} but the blocks on the device are those of {attention}"
+                )
             }
             Self::StepNotNewer { step, last } => {
                 write!(f, "step {step} is not newer than step {last}, which was prepared before")
@@ -367,7 +370,10 @@ impl fmt::Display for PrepareError {
                 write!(f, "sequence {sequence} needs {needed} block-table entries, the device has {known}")
             }
             Self::TableRange { table_row, first_entry, len, entries } => {
-                write!(f, "{len} entries from {first_entry} on do not fit the {entries} of block table {table_row}")
+                write!(
+                    f,
+                    "{len} entries from {first_entry} on do not fit the {entries} of block table {table_row}"
+                )
             }
             Self::BlockOutOfRange { block, num_blocks } => {
                 write!(f, "block {block} does not exist, there are {num_blocks}")
@@ -377,13 +383,20 @@ impl fmt::Display for PrepareError {
             }
             Self::SlotTwice { slot } => write!(f, "two rows are written to slot {slot}"),
             Self::RowWithoutSequence { row } => write!(f, "row {row} belongs to no sequence but has a slot"),
-            Self::CopyConflict { block } => write!(f, "block {block} is both source and destination of a copy"),
-            Self::CopyDestinationTwice { block } => write!(f, "block {block} is the destination of two copies"),
+            Self::CopyConflict { block } => {
+                write!(f, "block {block} is both source and destination of a copy")
+            }
+            Self::CopyDestinationTwice { block } => {
+                write!(f, "block {block} is the destination of two copies")
+            }
             Self::ScratchTooSmall { needed, available } => {
                 write!(f, "the step has {needed} partial results, the scratch buffer holds {available}")
             }
             Self::MetadataTooLarge { bytes, max_bytes } => {
-                write!(f, "the step's metadata takes {bytes} bytes but a storage binding may have {max_bytes}")
+                write!(
+                    f,
+                    "the step's metadata takes {bytes} bytes but a storage binding may have {max_bytes}"
+                )
             }
             Self::StepsInFlight { max } => {
                 write!(f, "{max} steps are in flight: submit them, and poll the device")

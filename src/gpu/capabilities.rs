@@ -55,16 +55,32 @@ impl Capabilities {
         let limits = device.limits();
         for (limit, needed, actual) in [
             ("max_bind_groups", 3, u64::from(limits.max_bind_groups)),
-            ("max_storage_buffers_per_shader_stage", 6, u64::from(limits.max_storage_buffers_per_shader_stage)),
-            ("max_uniform_buffers_per_shader_stage", 3, u64::from(limits.max_uniform_buffers_per_shader_stage)),
+            (
+                "max_storage_buffers_per_shader_stage",
+                6,
+                u64::from(limits.max_storage_buffers_per_shader_stage),
+            ),
+            (
+                "max_uniform_buffers_per_shader_stage",
+                3,
+                u64::from(limits.max_uniform_buffers_per_shader_stage),
+            ),
             (
                 "max_dynamic_uniform_buffers_per_pipeline_layout",
                 2,
                 u64::from(limits.max_dynamic_uniform_buffers_per_pipeline_layout),
             ),
-            ("max_compute_invocations_per_workgroup", 64, u64::from(limits.max_compute_invocations_per_workgroup)),
+            (
+                "max_compute_invocations_per_workgroup",
+                64,
+                u64::from(limits.max_compute_invocations_per_workgroup),
+            ),
             ("max_compute_workgroup_size_x", 64, u64::from(limits.max_compute_workgroup_size_x)),
-            ("max_compute_workgroup_storage_size", 8192, u64::from(limits.max_compute_workgroup_storage_size)),
+            (
+                "max_compute_workgroup_storage_size",
+                8192,
+                u64::from(limits.max_compute_workgroup_storage_size),
+            ),
             (
                 "max_compute_workgroups_per_dimension",
                 1024,

@@ -77,10 +77,7 @@ impl PlanChecker {
 
     fn check_origin(&self, plan: &StepPlan) -> Result<(), PrepareError> {
         if plan.fingerprint() != self.fingerprint {
-            return Err(PrepareError::Fingerprint {
-                plan: plan.fingerprint(),
-                attention: self.fingerprint,
-            });
+            return Err(PrepareError::Fingerprint { plan: plan.fingerprint(), attention: self.fingerprint });
         }
         if let Some(attention) = self.cache_instance.filter(|&instance| instance != plan.cache_instance()) {
             return Err(PrepareError::CacheInstance { plan: plan.cache_instance(), attention });
@@ -155,7 +152,11 @@ impl PlanChecker {
                 return Err(PrepareError::RowsExceedContext { sequence, rows: end - start, context });
             }
             if context > self.max_sequence_tokens {
-                return Err(PrepareError::ContextTooLong { sequence, context, max: self.max_sequence_tokens });
+                return Err(PrepareError::ContextTooLong {
+                    sequence,
+                    context,
+                    max: self.max_sequence_tokens,
+                });
             }
             let table_row = plan.table_rows()[index];
             self.check_table_row(table_row)?;

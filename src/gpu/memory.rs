@@ -31,9 +31,8 @@ impl<'a> Allocator<'a> {
         usage: BufferUsages,
     ) -> Result<wgpu::Buffer, DeviceError> {
         let descriptor = BufferDescriptor { label: Some(label), size, usage, mapped_at_creation: false };
-        let buffer = guarded(self.device, || self.device.create_buffer(&descriptor)).map_err(|refusal| {
-            device_error(refusal, object, size, self.created_bytes)
-        })?;
+        let buffer = guarded(self.device, || self.device.create_buffer(&descriptor))
+            .map_err(|refusal| device_error(refusal, object, size, self.created_bytes))?;
         self.created_bytes += size;
         self.num_buffers += 1;
         Ok(buffer)
@@ -82,9 +81,14 @@ impl DeviceMemory {
                 allocator.create("arena", &label, arenas.arena_bytes(arena), storage)
             })
             .collect::<Result<_, _>>()?;
-        let tables = allocator.create("block tables", "paged_kv.block_tables", cache.table_bytes(), storage)?;
-        let partials =
-            allocator.create("partial results", "paged_kv.partials", partial_bytes, BufferUsages::STORAGE)?;
+        let tables =
+            allocator.create("block tables", "paged_kv.block_tables", cache.table_bytes(), storage)?;
+        let partials = allocator.create(
+            "partial results",
+            "paged_kv.partials",
+            partial_bytes,
+            BufferUsages::STORAGE | BufferUsages::COPY_DST,
+        )?;
         let layer_stride = (size_of::<LayerParams>() as u32).next_multiple_of(uniform_alignment);
         let layers = Self::create_layers(allocator, layer_params, layer_stride)?;
         Ok(Self { arenas, tables, partials, layers, layer_stride })

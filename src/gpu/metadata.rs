@@ -16,7 +16,9 @@ use crate::gpu::pipelines::Layouts;
 use crate::gpu::scope::guarded;
 use crate::schedule::{StepPlan, TableChange, WorkSplit};
 use std::sync::Arc;
-use wgpu::{BindGroupDescriptor, BindGroupEntry, BindingResource, BufferBinding, BufferDescriptor, BufferUsages};
+use wgpu::{
+    BindGroupDescriptor, BindGroupEntry, BindingResource, BufferBinding, BufferDescriptor, BufferUsages,
+};
 
 /// Most steps that may be prepared or in flight at once.
 pub(super) const MAX_SLOTS: usize = 8;
@@ -145,7 +147,10 @@ fn create_slot(
     let descriptor = BufferDescriptor {
         label: Some("paged_kv.metadata"),
         size: bytes,
-        usage: BufferUsages::UNIFORM | BufferUsages::STORAGE | BufferUsages::COPY_DST | BufferUsages::COPY_SRC,
+        usage: BufferUsages::UNIFORM
+            | BufferUsages::STORAGE
+            | BufferUsages::COPY_DST
+            | BufferUsages::COPY_SRC,
         mapped_at_creation: false,
     };
     let create = || {
@@ -214,17 +219,26 @@ fn pack(
         query_starts: append(&mut plan.query_starts().iter().copied()),
         context_lens: append(&mut plan.context_lens().iter().copied()),
         table_rows: append(&mut plan.table_rows().iter().copied()),
-        decode_items: append(&mut split.decode_items.iter().flat_map(|item| {
-            [item.sequence, item.first_token, item.end_token, item.partial]
-        })),
+        decode_items: append(
+            &mut split
+                .decode_items
+                .iter()
+                .flat_map(|item| [item.sequence, item.first_token, item.end_token, item.partial]),
+        ),
         num_decode_items: 0,
-        prefill_items: append(&mut split.prefill_items.iter().flat_map(|item| {
-            [item.sequence, item.first_query, item.end_query, 0]
-        })),
+        prefill_items: append(
+            &mut split
+                .prefill_items
+                .iter()
+                .flat_map(|item| [item.sequence, item.first_query, item.end_query, 0]),
+        ),
         num_prefill_items: 0,
-        merge_items: append(&mut split.merge_items.iter().flat_map(|item| {
-            [item.row, item.first_partial, item.num_partials, 0]
-        })),
+        merge_items: append(
+            &mut split
+                .merge_items
+                .iter()
+                .flat_map(|item| [item.row, item.first_partial, item.num_partials, 0]),
+        ),
         num_merge_items: split.merge_items.len() as u32,
         block_copies: 0,
         num_block_copies: 0,
@@ -260,4 +274,3 @@ fn write_headers(split: &WorkSplit, header_words: u32, words: &mut [u32], record
         words[start..start + STEP_PARAMS_WORDS as usize].copy_from_slice(bytemuck::cast_slice(&[params]));
     }
 }
-

@@ -153,8 +153,7 @@ impl PagedAttention {
         let memory =
             DeviceMemory::create(&mut allocator, &cache, &arenas, scratch_bytes, &layer_params, alignment)?;
         let layouts = Layouts::create(device)?;
-        let compilation =
-            Compilation { fold: capabilities.max_workgroups, checked: options.checked_shaders };
+        let compilation = Compilation { fold: capabilities.max_workgroups, checked: options.checked_shaders };
         let variant = |kernel| variant(kernel, &cache, tiles, &capabilities, &options);
         let pipelines = Pipelines::create(device, &layouts, compilation, variant)?;
         let groups = ArenaGroups::create(device, &layouts, &memory)?;
@@ -262,7 +261,8 @@ impl PagedAttention {
             return Ok(());
         };
         let rows = plan.query_starts().windows(2).map(|pair| pair[1] - pair[0]);
-        let contexts = rows.zip(plan.context_lens()).filter(|(rows, _)| *rows == 1).map(|(_, context)| context);
+        let contexts =
+            rows.zip(plan.context_lens()).filter(|(rows, _)| *rows == 1).map(|(_, context)| context);
         let spans = contexts.map(|context| u64::from(context.div_ceil(span_tokens)));
         let needed = spans.filter(|&spans| spans > 1).sum();
         let available = u64::from(self.split_config.max_partials);

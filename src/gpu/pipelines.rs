@@ -146,7 +146,8 @@ fn pipeline(
     let kernel = variant.kernel();
     let label = format!("paged_kv.{}", kernel.name());
     let create = || {
-        let module = shader_module(device, &label, variant.wgsl_with(compilation.fold, &[]), compilation.checked);
+        let module =
+            shader_module(device, &label, variant.wgsl_with(compilation.fold, &[]), compilation.checked);
         let layout = device.create_pipeline_layout(&PipelineLayoutDescriptor {
             label: Some(&label),
             bind_group_layouts: &layouts.groups(kernel),

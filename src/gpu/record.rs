@@ -283,8 +283,7 @@ impl PagedAttention {
         pass.set_pipeline(&self.pipelines.attention_merge);
         // Group 0 is bound to the layer, and any header will do; group 2 has the output.
         pass.set_bind_group(1, &self.groups.merge, &[]);
-        let per_item =
-            u64::from(self.shape.num_query_heads) * u64::from(self.cache.layout().v_head_dim / 4);
+        let per_item = u64::from(self.shape.num_query_heads) * u64::from(self.cache.layout().v_head_dim / 4);
         let dispatches = self.dispatch(pass, (items * per_item).div_ceil(64));
         pass.pop_debug_group();
         dispatches

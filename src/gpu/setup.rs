@@ -83,8 +83,7 @@ pub(super) fn split_config(
         Some(_) => u64::MAX,
         None => DEFAULT_SCRATCH_BYTES,
     };
-    let scratch_bytes =
-        options.scratch_bytes.unwrap_or(default_bytes).min(capabilities.max_binding_bytes);
+    let scratch_bytes = options.scratch_bytes.unwrap_or(default_bytes).min(capabilities.max_binding_bytes);
     let max_partials = (scratch_bytes / partial_bytes(shape, cache)).min(wanted_partials).max(1);
     let flop_per_pair = 2
         * u64::from(shape.num_query_heads)
@@ -156,7 +155,8 @@ mod tests {
     #[test]
     fn heads_are_tiled_as_evenly_as_possible() {
         for (heads, tiles, queries) in [(1, 1, 1), (3, 1, 3), (8, 1, 8), (9, 2, 5), (16, 2, 8), (71, 9, 8)] {
-            let shape = ModelShape { num_layers: 1, num_query_heads: 2 * heads, num_kv_heads: 2, head_dim: 8 };
+            let shape =
+                ModelShape { num_layers: 1, num_query_heads: 2 * heads, num_kv_heads: 2, head_dim: 8 };
             let found = HeadTiles::of(&shape);
             assert_eq!((found.tiles, found.queries), (tiles, queries), "{heads} heads");
         }

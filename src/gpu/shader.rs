@@ -111,7 +111,8 @@ impl VariantKey {
     pub fn wgsl_with(&self, fold: u32, replaced: &[(&str, &str)]) -> String {
         let mut text = self.header(fold);
         for (name, fragment) in self.fragments() {
-            let fragment = replaced.iter().find(|(other, _)| *other == name).map_or(fragment, |(_, text)| *text);
+            let fragment =
+                replaced.iter().find(|(other, _)| *other == name).map_or(fragment, |(_, text)| *text);
             let _ = write!(text, "\n// {name}\n");
             unroll_queries(fragment, self.queries, &mut text);
         }
@@ -324,7 +325,8 @@ mod tests {
     fn no_text_keeps_a_marker() {
         for key in sample_variants() {
             let text = key.wgsl();
-            let marked = text.lines().find(|line| line.contains("_Q") && !line.trim_start().starts_with("//"));
+            let marked =
+                text.lines().find(|line| line.contains("_Q") && !line.trim_start().starts_with("//"));
             assert_eq!(marked, None, "{key}");
         }
     }

@@ -95,9 +95,15 @@ impl Binder<'_> {
         let params = create_uniform(self.device, "paged_kv.tensors", bytes).map_err(refused)?;
         let group = |label, layout, first: (&TensorSlice<'_>, u64), second: (&TensorSlice<'_>, u64)| {
             let resources = [params.as_entire_binding(), resource(first), resource(second)];
-            let entries: Vec<_> =
-                (0..).zip(resources).map(|(binding, resource)| BindGroupEntry { binding, resource }).collect();
-            self.device.create_bind_group(&BindGroupDescriptor { label: Some(label), layout, entries: &entries })
+            let entries: Vec<_> = (0..)
+                .zip(resources)
+                .map(|(binding, resource)| BindGroupEntry { binding, resource })
+                .collect();
+            self.device.create_bind_group(&BindGroupDescriptor {
+                label: Some(label),
+                layout,
+                entries: &entries,
+            })
         };
         let (append, attend) = guarded(self.device, || {
             (
@@ -150,7 +156,11 @@ impl Binder<'_> {
         let bytes = (u64::from(slice.rows - 1) * u64::from(row_stride) + u64::from(row_elements)) * 4;
         let needed_bytes = slice.offset.saturating_add(bytes);
         if needed_bytes > slice.buffer.size() {
-            return Err(BindError::TensorTooSmall { tensor, needed_bytes, actual_bytes: slice.buffer.size() });
+            return Err(BindError::TensorTooSmall {
+                tensor,
+                needed_bytes,
+                actual_bytes: slice.buffer.size(),
+            });
         }
         if bytes > self.max_binding_bytes {
             return Err(BindError::TensorTooLarge { tensor, bytes, max_bytes: self.max_binding_bytes });

@@ -8,7 +8,7 @@ use crate::ids::TokenId;
 use crate::schedule::request::{FinishReason, RowResult, StepEvent};
 use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::{Sequence, State};
-use crate::schedule::step_plan::StepPlan;
+use crate::schedule::step_plan::{LogitRow, StepPlan};
 
 impl Scheduler {
     /// Accepts a step whose commands were submitted, with one result for each of `plan.logit_rows()`, in their order.
@@ -23,11 +23,17 @@ impl Scheduler {
         self.events.clear();
         self.cache.finish_step();
         self.resolve_forks();
-        let mut results = results.iter();
+        let mut first = 0;
         let planned = std::mem::take(&mut self.planned);
         for &index in &planned {
-            let logits = self.get(index).planned_logits as usize;
-            self.commit_sequence(index, &mut results.by_ref().take(logits).copied());
+            let end = first + self.get(index).planned_logits as usize;
+            let answers = Answers {
+                tokens: &plan.token_ids,
+                rows: &plan.logit_rows[first..end],
+                results: &results[first..end],
+            };
+            self.commit_sequence(index, answers);
+            first = end;
         }
         self.planned = planned;
         self.planned.clear();
@@ -39,36 +45,22 @@ impl Scheduler {
         Ok(&self.events)
     }
 
-    fn commit_sequence(&mut self, index: Index, results: &mut dyn Iterator<Item = RowResult>) {
-        let sequence = self.get_mut(index);
-        let rows = std::mem::take(&mut sequence.planned_rows);
-        let logits = std::mem::take(&mut sequence.planned_logits);
-        let known = rows.min(sequence.uncomputed());
-        sequence.computed += known;
-        let (before, end) = (sequence.computed - known, sequence.computed);
-        let again = sequence.high_water.clamp(before, end) - before;
-        sequence.high_water = sequence.high_water.max(end);
-        let input = sequence.input_len.clamp(before + again, end) - (before + again);
-        self.stats.recomputed_tokens += u64::from(again);
-        self.stats.prompt_tokens += u64::from(input);
+    fn commit_sequence(&mut self, index: Index, answers: Answers<'_>) {
+        self.count_rows(index);
+        self.get_mut(index).drafts.clear();
         if self.get(index).aborting {
-            results.for_each(drop);
             self.finish(index, FinishReason::Aborted);
             return;
         }
-        let finished = if logits == 0 {
-            let sequence = self.get(index);
-            (sequence.uncomputed() == 0).then(|| full_reason(sequence))
-        } else if self.get(index).pending_samples.is_empty() {
-            results.next().and_then(|result| self.take_result(index, result, rows - known))
-        } else {
-            match self.part_samples(index, results) {
+        let finished = if !self.get(index).pending_samples.is_empty() {
+            match self.part_samples(index, answers) {
                 Carrier::Gone => return,
                 Carrier::Runs => None,
                 Carrier::Finished(reason) => Some(reason),
             }
+        } else {
+            self.take_answer(index, answers, 0)
         };
-        self.get_mut(index).drafts.clear();
         // Rows of refused drafts and blocks reserved ahead return.
         let sequence = self.get(index);
         if let Some(table) = sequence.table {
@@ -81,21 +73,40 @@ impl Scheduler {
         }
     }
 
-    /// Appends what a result says. Returns why the sequence has ended, if it has.
-    fn take_result(&mut self, index: Index, result: RowResult, drafts: u32) -> Option<FinishReason> {
+    /// Counts the rows in: those of known tokens are computed now, those of drafts only if they are accepted.
+    fn count_rows(&mut self, index: Index) {
+        let sequence = self.get_mut(index);
+        let rows = std::mem::take(&mut sequence.planned_rows);
+        sequence.planned_logits = 0;
+        let before = sequence.computed;
+        let end = before + rows.min(sequence.uncomputed());
+        sequence.computed = end;
+        let again = sequence.high_water.clamp(before, end) - before;
+        sequence.high_water = sequence.high_water.max(end);
+        let input = sequence.input_len.clamp(before + again, end) - (before + again);
+        self.stats.recomputed_tokens += u64::from(again);
+        self.stats.prompt_tokens += u64::from(input);
+    }
+
+    /// Appends what the `place`-th answer says. Returns why the sequence has ended, if it has.
+    fn take_answer(&mut self, index: Index, answers: Answers<'_>, place: usize) -> Option<FinishReason> {
+        let Some(&result) = answers.results.get(place) else {
+            // Part of a prompt, or a sequence that had nothing to generate.
+            let sequence = self.get(index);
+            return (sequence.uncomputed() == 0).then(|| full_reason(sequence));
+        };
         let (accepted, next) = match result {
             RowResult::Token(token) => (0, token),
             RowResult::Accepted { rows, next } => (rows, next),
             RowResult::Invalid => return Some(FinishReason::Invalid),
         };
-        debug_assert!(accepted <= drafts, "accepted drafts were checked");
-        for draft in 0..accepted {
+        let drafts = answers.rows[place].row as usize + 1;
+        for &draft in &answers.tokens[drafts..drafts + accepted as usize] {
             let sequence = self.get_mut(index);
-            let token = sequence.drafts[draft as usize];
             // The draft's row is in the cache already.
             sequence.computed += 1;
             sequence.high_water = sequence.high_water.max(sequence.computed);
-            if let Some(reason) = self.push_token(index, token) {
+            if let Some(reason) = self.push_token(index, draft) {
                 return Some(reason);
             }
         }
@@ -116,37 +127,38 @@ impl Scheduler {
         reason
     }
 
-    /// The first new token of a request's samples: each but the first takes a table of its own, sharing the input.
-    fn part_samples(&mut self, index: Index, results: &mut dyn Iterator<Item = RowResult>) -> Carrier {
+    /// The samples of a request part, if its input is computed: each but the first, whose record it was, takes a table of
+    /// its own, sharing the input, and each takes its first new token.
+    fn part_samples(&mut self, index: Index, answers: Answers<'_>) -> Carrier {
         let sequence = self.get_mut(index);
+        if sequence.uncomputed() > 0 {
+            return Carrier::Runs;
+        }
         let samples = std::mem::take(&mut sequence.pending_samples);
-        let aborted_samples = std::mem::take(&mut sequence.aborted_samples);
-        let carrier = sequence.id.sample();
-        let mut own = None;
-        for (sample, result) in samples.into_iter().zip(results) {
-            if aborted_samples.contains(&sample) {
-                let event = aborted(self.get(index), sample);
-                self.events.push(event);
-            } else if sample == carrier {
-                own = Some(result);
-            } else {
-                let other = self.split_sample(index, sample);
-                if let Some(reason) = self.take_result(other, result, 0) {
-                    self.finish(other, reason);
-                }
+        let aborted = std::mem::take(&mut sequence.aborted_samples);
+        let mut alive = samples.iter().copied().filter(|sample| !aborted.contains(sample));
+        if alive.next().is_none() {
+            sequence.pending_samples = samples;
+            self.finish(index, FinishReason::Aborted);
+            return Carrier::Gone;
+        }
+        // All share the input before any of them goes on from it.
+        let others: Vec<Index> = alive.map(|sample| self.split_sample(index, sample)).collect();
+        let mut records = std::iter::once(index).chain(others);
+        let mut state = Carrier::Runs;
+        for (place, sample) in samples.into_iter().enumerate() {
+            let record = if aborted.contains(&sample) { None } else { records.next() };
+            let Some(record) = record else {
+                self.tell_aborted(index, sample);
+                continue;
+            };
+            match self.take_answer(record, answers, place) {
+                Some(reason) if record == index => state = Carrier::Finished(reason),
+                Some(reason) => self.finish(record, reason),
+                None => {}
             }
         }
-        match own {
-            Some(result) => match self.take_result(index, result, 0) {
-                Some(reason) => Carrier::Finished(reason),
-                None => Carrier::Runs,
-            },
-            // The carrier's own sample was aborted.
-            None => {
-                self.drop_record(index);
-                Carrier::Gone
-            }
-        }
+        state
     }
 
     fn split_sample(&mut self, index: Index, sample: u32) -> Index {
@@ -180,18 +192,24 @@ impl Scheduler {
             truncating: None,
         };
         let other = self.insert(record);
-        // Samples of a request stand side by side, in their order.
-        let arrival = self.get(other).arrival;
-        let place = self.running.partition_point(|&running| self.get(running).arrival <= arrival);
-        self.running.insert(place, other);
+        self.enter_running(other);
         // Tables were set aside when the request was let in; should none be left, the sample is computed alone.
-        match parent_table.map(|table| self.cache.fork(table, computed, max_tokens)) {
-            Some(Ok(table)) => {
-                let sequence = self.get_mut(other);
-                sequence.table = Some(table);
-                sequence.computed = computed;
+        if let Some(Ok(table)) = parent_table.map(|table| self.cache.fork(table, computed, max_tokens)) {
+            let sequence = self.get_mut(other);
+            sequence.table = Some(table);
+            sequence.computed = computed;
+        }
+        if self.is_at_bound(other) && self.get(other).wants_token() {
+            // It may never be preempted, so it runs only with everything it may still need.
+            let need = self.outstanding_need(self.get(other));
+            if self.get(other).table.is_some() && self.missing_to(other, need) == 0 {
+                self.protect(other);
+            } else {
+                self.release_table(other);
             }
-            _ => self.requeue(other),
+        }
+        if self.get(other).table.is_none() {
+            self.requeue(other);
         }
         other
     }
@@ -204,24 +222,33 @@ impl Scheduler {
             let (sequence, preemptions) = (sequence.id, sequence.preemptions);
             self.events.push(StepEvent::Finished { sequence, reason, preemptions });
         }
+        // Samples that have not parted end together only when all of them are aborted.
         for sample in pending {
-            let (sequence, preemptions) = (sequence.id.request().sample(sample), sequence.preemptions);
-            self.events.push(StepEvent::Finished { sequence, reason, preemptions });
+            self.tell_aborted(index, sample);
         }
+        let sequence = self.get(index);
         if !sequence.keep || matches!(reason, FinishReason::Aborted | FinishReason::Invalid) {
             self.drop_record(index);
             return;
         }
-        match sequence.state {
-            State::Waiting => self.waiting.retain(|&other| other != index),
-            _ => self.running.retain(|&other| other != index),
-        }
+        self.leave_queue(index);
+        self.unprotect(index);
+        let sequence = self.get_mut(index);
         sequence.state = State::Kept;
         sequence.promised = false;
-        self.unprotect(index);
+        self.releases += 1;
         self.kept.push_back(index);
         self.settle(index);
     }
+}
+
+/// What a plan asked of one sequence, and what the application answered.
+#[derive(Clone, Copy)]
+struct Answers<'a> {
+    /// All tokens of the plan, drafts among them.
+    tokens: &'a [TokenId],
+    rows: &'a [LogitRow],
+    results: &'a [RowResult],
 }
 
 /// What became of the record that carried a request's samples.
@@ -229,12 +256,6 @@ enum Carrier {
     Runs,
     Finished(FinishReason),
     Gone,
-}
-
-/// The end of a sample that was aborted before it parted from the others.
-pub(super) fn aborted(carrier: &Sequence, sample: u32) -> StepEvent {
-    let (sequence, preemptions) = (carrier.id.request().sample(sample), carrier.preemptions);
-    StepEvent::Finished { sequence, reason: FinishReason::Aborted, preemptions }
 }
 
 fn full_reason(sequence: &Sequence) -> FinishReason {

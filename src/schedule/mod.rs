@@ -1,9 +1,14 @@
 //! Requests, admission, preemption, and the plan of each step. Knows no wgpu and no bytes of keys or values.
 
+mod abort;
 mod admission;
 mod commit;
+mod consistency;
 mod planner;
+mod promise;
+mod records;
 mod request;
+mod room;
 mod scheduler;
 mod sequence;
 mod step_builder;

@@ -6,7 +6,6 @@
 //! left.
 
 use crate::ids::TokenId;
-use crate::schedule::commit::aborted;
 use crate::schedule::request::{Schedule, WaitReason};
 use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::{Sequence, State};
@@ -21,6 +20,16 @@ struct Budget {
 }
 
 impl Budget {
+    /// What `rows` rows after `computed` tokens take.
+    fn of(computed: u32, rows: u32) -> Self {
+        let rows_wide = u64::from(rows);
+        Self { rows, work: rows_work(rows_wide, u64::from(computed) + rows_wide) }
+    }
+
+    fn plus(self, other: Self) -> Self {
+        Self { rows: self.rows.saturating_add(other.rows), work: self.work.saturating_add(other.work) }
+    }
+
     fn minus(self, other: Self) -> Self {
         Self { rows: self.rows.saturating_sub(other.rows), work: self.work.saturating_sub(other.work) }
     }
@@ -87,17 +96,14 @@ impl Scheduler {
 
     /// Carries out what was asked of a sequence while its step was outstanding, its results apart.
     pub(super) fn settle(&mut self, index: Index) {
-        let Some(sequence) = self.records[index].as_mut() else { return };
-        let truncating = sequence.truncating.take();
-        for sample in std::mem::take(&mut sequence.aborted_samples) {
-            sequence.pending_samples.retain(|&pending| pending != sample);
-            sequence.aborting |= sequence.pending_samples.is_empty();
-            self.events.push(aborted(sequence, sample));
+        if self.records[index].is_none() {
+            return;
         }
-        if sequence.aborting {
+        self.drop_aborted_samples(index);
+        if self.get(index).aborting {
             self.drop_record(index);
-        } else if let Some(len) = truncating {
-            self.truncate_now(index, len);
+        } else {
+            self.truncate_now(index);
         }
     }
 
@@ -107,19 +113,19 @@ impl Scheduler {
         order.clear();
         order.extend_from_slice(&self.running);
         if let Some(first) = self.resume_at.take() {
-            let split = order.partition_point(|&index| self.get(index).arrival < first);
+            let split = order.partition_point(|&index| self.get(index).place() < first);
             order.rotate_left(split);
         }
         let mut set_aside = Budget { rows: 0, work: 0 };
         for &index in &order {
             if let Some(wanted) = decode_wants(self.get(index)) {
-                set_aside.rows += wanted.rows;
-                set_aside.work += wanted.work;
+                set_aside = set_aside.plus(wanted);
             }
         }
         // A prompt that is being read needs a row, too.
-        let prompts = u32::from(order.iter().any(|&index| decode_wants(self.get(index)).is_none()));
-        let takes_turns = !budget.covers(Budget { rows: set_aside.rows + prompts, ..set_aside });
+        let prompt = order.iter().map(|&index| self.get(index)).find(|&other| decode_wants(other).is_none());
+        let least = prompt.map_or(Budget { rows: 0, work: 0 }, |prompt| Budget::of(prompt.computed, 1));
+        let takes_turns = !budget.covers(set_aside.plus(least));
         if takes_turns {
             set_aside = Budget { rows: 0, work: 0 };
         }
@@ -134,7 +140,7 @@ impl Scheduler {
             match self.plan_sequence(plan, index, budget.minus(set_aside)) {
                 Planned::Rows(used) => *budget = budget.minus(used),
                 Planned::NoBudget if takes_turns => {
-                    self.resume_at.get_or_insert(self.get(index).arrival);
+                    self.resume_at.get_or_insert(self.get(index).place());
                 }
                 Planned::NoBudget | Planned::NoRoom => {}
             }
@@ -145,26 +151,14 @@ impl Scheduler {
 
     /// Lets requests in while rows are left. Returns what the first one left outside lacks.
     fn admit(&mut self, plan: &mut StepPlan, budget: &mut Budget) -> Option<(u32, u32)> {
-        while let Some(&index) = self.waiting.front() {
+        while !self.waiting.is_empty() {
             if plan.num_rows() > 0 && (budget.rows == 0 || budget.work == 0) {
                 return None;
             }
-            let lacking = self.try_admit(index).err();
-            // Progress: when nothing runs, whoever in line holds a table may go first.
-            let admitted = match lacking {
-                None => Some(index),
-                Some(_) if self.running.is_empty() => {
-                    let holders: Vec<Index> = self
-                        .waiting
-                        .iter()
-                        .copied()
-                        .filter(|&other| self.get(other).table.is_some())
-                        .collect();
-                    holders.into_iter().find(|&other| self.try_admit(other).is_ok())
-                }
-                Some(_) => None,
+            let index = match self.admit_next() {
+                Ok(index) => index,
+                Err(lacking) => return lacking,
             };
-            let Some(index) = admitted else { return lacking.flatten() };
             if let Planned::Rows(used) = self.plan_sequence(plan, index, *budget) {
                 *budget = budget.minus(used);
             }
@@ -207,7 +201,7 @@ impl Scheduler {
         };
         self.request_logits(plan, index, first_row, rows, known);
         self.planned.push(index);
-        Planned::Rows(Budget { rows, work: rows_work(u64::from(rows), u64::from(computed + rows)) })
+        Planned::Rows(Budget::of(computed, rows))
     }
 
     fn request_logits(&mut self, plan: &mut StepPlan, index: Index, first_row: u32, rows: u32, known: u32) {
@@ -239,7 +233,7 @@ impl Scheduler {
     fn blocks_short(&self, index: Index, rows: u32, lookahead: u32) -> u32 {
         let Some(table) = self.get(index).table else { return u32::MAX };
         let needed = self.cache.blocks_needed(table, rows, lookahead).unwrap_or(u32::MAX);
-        needed.saturating_sub(self.available_to(index))
+        self.missing_to(index, needed)
     }
 
     /// The most rows, up to `rows`, that the free blocks hold.
@@ -279,10 +273,7 @@ impl Scheduler {
 
 /// Rows and work of a decoding sequence's next step.
 fn decode_wants(sequence: &Sequence) -> Option<Budget> {
-    let rows = 1 + sequence.usable_drafts();
-    sequence
-        .is_decoding()
-        .then(|| Budget { rows, work: rows_work(u64::from(rows), u64::from(sequence.computed + rows)) })
+    sequence.is_decoding().then(|| Budget::of(sequence.computed, 1 + sequence.usable_drafts()))
 }
 
 /// The most rows, up to `rows`, after a context of `computed` tokens whose work stays within `work`.

@@ -9,10 +9,11 @@ use crate::cache::KvCache;
 use crate::config::CacheConfig;
 use crate::error::{Error, RequestError};
 use crate::ids::{RequestId, SequenceId, TokenId};
+use crate::schedule::admission::Refusal;
 use crate::schedule::request::{Admission, Request, SchedulerConfig, SchedulerStats, StepEvent};
 use crate::schedule::sequence::{PendingFork, Sequence, State};
 use crate::schedule::step_plan::StepPlan;
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 
 /// Index of a sequence's record.
 pub(super) type Index = usize;
@@ -46,27 +47,31 @@ pub struct Scheduler {
     pub(super) config: SchedulerConfig,
     pub(super) cache: KvCache,
     pub(super) records: Vec<Option<Sequence>>,
-    free_records: Vec<Index>,
-    by_id: HashMap<SequenceId, Index>,
-    /// By arrival.
+    pub(super) free_records: Vec<Index>,
+    pub(super) by_id: BTreeMap<SequenceId, Index>,
+    /// By place.
     pub(super) running: Vec<Index>,
-    /// By arrival.
+    /// By place.
     pub(super) waiting: VecDeque<Index>,
     /// Least recently finished first.
     pub(super) kept: VecDeque<Index>,
     /// Sequences of the outstanding plan, in its order.
     pub(super) planned: Vec<Index>,
     /// Sequences whose table is forked when the outstanding step ends.
-    pending_forks: Vec<Index>,
+    pub(super) pending_forks: Vec<Index>,
     pub(super) spare_plan: StepPlan,
     pub(super) order: Vec<Index>,
     pub(super) events: Vec<StepEvent>,
-    /// Where the budget ran out among decoding sequences: the next step begins with this arrival.
-    pub(super) resume_at: Option<u64>,
+    /// Where the budget ran out among decoding sequences: the next step begins with this place.
+    pub(super) resume_at: Option<(u64, u32)>,
     /// Protected sequences among those that run.
     pub(super) num_protected: u32,
-    next_request: u64,
-    next_arrival: u64,
+    /// Grows whenever a sequence gives something up: blocks, a table, or the need for them.
+    pub(super) releases: u64,
+    /// Whom the promises left outside.
+    pub(super) refusal: Option<Refusal>,
+    pub(super) next_request: u64,
+    pub(super) next_arrival: u64,
     pub(super) stats: SchedulerStats,
 }
 
@@ -83,7 +88,7 @@ impl Scheduler {
             cache: KvCache::new(cache),
             records: Vec::new(),
             free_records: Vec::new(),
-            by_id: HashMap::new(),
+            by_id: BTreeMap::new(),
             running: Vec::new(),
             waiting: VecDeque::new(),
             kept: VecDeque::new(),
@@ -94,6 +99,8 @@ impl Scheduler {
             events: Vec::new(),
             resume_at: None,
             num_protected: 0,
+            releases: 0,
+            refusal: None,
             next_request: 1,
             next_arrival: 1,
             stats: SchedulerStats::default(),
@@ -146,28 +153,20 @@ impl Scheduler {
         let len = self.get(index).tokens.len() + request.tokens.len();
         let max_tokens = self.declared_maximum(len, &request)?;
         self.check_fits(len as u32, max_tokens, 1)?;
-        // What is computed stays, but for the last token where its logits are needed again.
-        let computed = self.get(index).computed.min(len as u32 - 1);
-        if let Some(table) = self.get(index).table.filter(|_| computed < self.get(index).computed) {
-            self.cache.truncate(table, computed)?;
-            self.get_mut(index).computed = computed;
-        }
         if self.config.admission == Admission::Guaranteed {
-            let old_max = std::mem::replace(&mut self.get_mut(index).max_tokens, max_tokens);
-            self.get_mut(index).promised = true;
-            if let Err(error) = self.check_promise() {
-                let sequence = self.get_mut(index);
-                sequence.max_tokens = old_max;
-                sequence.promised = false;
-                return Err(error);
-            }
+            self.promise_turn(index, len as u32, max_tokens)?;
         }
+        // What is computed stays, but for the last token where its logits are needed again (I6).
+        let computed = self.get(index).computed.min(len as u32 - 1);
         if let Some(table) = self.get(index).table {
+            self.cache.truncate(table, computed)?;
             self.cache.set_max_tokens(table, max_tokens)?;
         }
         let arrival = self.arrive();
+        self.leave_queue(index);
         let sequence = self.get_mut(index);
         sequence.tokens.extend_from_slice(&request.tokens);
+        sequence.drafts.clear();
         sequence.computed = computed;
         sequence.input_len = len as u32;
         sequence.max_tokens = max_tokens;
@@ -177,9 +176,26 @@ impl Scheduler {
         sequence.arrival = arrival;
         sequence.preemptions = 0;
         sequence.state = State::Waiting;
-        self.kept.retain(|&kept| kept != index);
         self.enqueue(index);
         Ok(())
+    }
+
+    /// Promises a kept sequence its next turn, of `len` tokens and at most `max_tokens`; or changes nothing.
+    fn promise_turn(&mut self, index: Index, len: u32, max_tokens: u32) -> Result<(), RequestError> {
+        let sequence = self.get_mut(index);
+        let old = (sequence.max_tokens, sequence.input_len);
+        // Its last token is computed again if there is nothing else to compute.
+        sequence.truncating = Some(len);
+        (sequence.max_tokens, sequence.input_len) = (max_tokens, len);
+        sequence.promised = true;
+        let checked = self.check_promise();
+        let sequence = self.get_mut(index);
+        sequence.truncating = None;
+        if checked.is_err() {
+            (sequence.max_tokens, sequence.input_len) = old;
+            sequence.promised = false;
+        }
+        checked
     }
 
     /// A new request that begins with the first `at` tokens of `parent` and goes on with the request's tokens. Blocks
@@ -205,43 +221,58 @@ impl Scheduler {
         if len == 0 {
             return Err(RequestError::EmptyPrompt);
         }
-        let shared = (at as u32).min(source.computed).min(len as u32 - 1);
-        let prefix = source.tokens[..at].to_vec();
-        let parent_table = source.table.filter(|_| shared > 0);
-        let parent_planned = source.planned_rows > 0;
         let max_tokens = self.declared_maximum(len, &request)?;
         self.check_samples(request.samples)?;
         self.check_fits(len as u32, max_tokens, request.samples)?;
+        // Committed tokens only, and not all of the child's (I6).
+        let shared = (at as u32).min(source.computed).min(len as u32 - 1);
+        let prefix = source.tokens[..at].to_vec();
+        let fork = source.table.filter(|_| shared > 0).map(|parent| PendingFork { parent, at: shared });
         let id = self.new_request();
         let mut child = self.record(id.sample(0), request, prefix, max_tokens);
-        child.fork = parent_table.map(|parent| PendingFork { parent, at: shared });
+        child.fork = fork;
         child.promised = self.config.admission == Admission::Guaranteed;
         let index = self.insert(child);
         self.enqueue(index);
-        if parent_planned {
+        if let Err(error) = self.share_or_go_alone(index, parent) {
+            self.drop_record(index);
+            return Err(error);
+        }
+        if self.get(parent).planned_rows > 0 {
             self.pending_forks.push(index);
         } else {
             self.resolve_fork(index);
         }
-        if self.config.admission == Admission::Guaranteed {
-            if let Err(error) = self.check_promise() {
-                self.drop_record(index);
-                return Err(error);
-            }
-        }
         Ok(id)
     }
 
-    /// Cuts a sequence to its first `len` tokens; a running one generates again from there.
+    /// Promises a branch what it needs, and sets tables aside for it. Where none are left it shares nothing, and is
+    /// computed alone.
+    fn share_or_go_alone(&mut self, index: Index, parent: Index) -> Result<(), RequestError> {
+        let guaranteed = self.config.admission == Admission::Guaranteed;
+        if guaranteed {
+            self.check_promise()?;
+        }
+        if self.get(index).fork.is_some() && !self.ensure_tables(index, Some(parent)) {
+            self.get_mut(index).fork = None;
+            if guaranteed {
+                self.check_promise()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Cuts a sequence to its first `len` tokens; a running one generates again from there, up to the same maximum.
     ///
     /// # Errors
     /// [`RequestError::Unknown`], [`RequestError::BeyondLength`] when it is shorter, [`RequestError::EmptyPrompt`] for 0;
-    /// under guaranteed admission [`RequestError::PromiseExceeded`] when the cut leads into a block that others hold and
-    /// its copy cannot be promised.
+    /// under guaranteed admission [`RequestError::PromiseExceeded`] when the cut gives up blocks that others hold, and
+    /// what it will need instead cannot be promised, and [`RequestError::NeverFits`] when samples that share less would
+    /// exceed the pool.
     pub fn truncate(&mut self, sequence: impl Into<SequenceId>, len: usize) -> Result<(), RequestError> {
         self.cache.check_poison()?;
         let index = self.find(sequence.into())?;
-        let sequence = self.get_mut(index);
+        let sequence = self.get(index);
         if len > sequence.tokens.len() {
             return Err(RequestError::BeyondLength { tokens: len, len: sequence.tokens.len() });
         }
@@ -249,32 +280,28 @@ impl Scheduler {
             return Err(RequestError::EmptyPrompt);
         }
         let len = len as u32;
-        self.check_cut(index, len)?;
-        let sequence = self.get_mut(index);
-        if sequence.planned_rows > 0 {
-            sequence.truncating = Some(sequence.truncating.map_or(len, |earlier| earlier.min(len)));
-            return Ok(());
+        let earlier = sequence.truncating;
+        let len = earlier.map_or(len, |earlier| earlier.min(len));
+        if sequence.state != State::Kept {
+            self.check_fits(len.min(sequence.input_len), sequence.max_tokens, sequence.width())?;
         }
-        self.truncate_now(index, len);
+        self.get_mut(index).truncating = Some(len);
+        if self.get(index).promised {
+            if let Err(error) = self.check_promise() {
+                self.get_mut(index).truncating = earlier;
+                return Err(error);
+            }
+        }
+        if self.get(index).planned_rows == 0 {
+            self.truncate_now(index);
+        }
         Ok(())
     }
 
-    /// Under guarantee, a cut into a shared block needs a copy that was not promised.
-    fn check_cut(&self, index: Index, len: u32) -> Result<(), RequestError> {
-        let sequence = self.get(index);
-        let Some(table) = sequence.table.filter(|_| sequence.promised) else { return Ok(()) };
-        let end = sequence.computed.min(len - 1);
-        let block_size = self.cache.config().block_size();
-        let tail = self.cache.block_ids(table)?.get((end / block_size) as usize);
-        let copies =
-            !end.is_multiple_of(block_size) && tail.is_some_and(|&block| self.cache.ref_count(block) > 1);
-        let needed = self.promised_blocks() + u32::from(copies);
-        let available = self.cache.config().num_blocks();
-        if needed > available { Err(RequestError::PromiseExceeded { needed, available }) } else { Ok(()) }
-    }
-
-    pub(super) fn truncate_now(&mut self, index: Index, len: u32) {
+    /// Makes a cut that was asked for.
+    pub(super) fn truncate_now(&mut self, index: Index) {
         let sequence = self.get_mut(index);
+        let Some(len) = sequence.truncating.take() else { return };
         sequence.tokens.truncate(len as usize);
         sequence.input_len = sequence.input_len.min(len);
         sequence.high_water = sequence.high_water.min(len);
@@ -290,69 +317,18 @@ impl Scheduler {
             let cut = self.cache.truncate(table, computed);
             debug_assert!(cut.is_ok(), "a table that no step writes through is cut: {cut:?}");
         }
-    }
-
-    /// Ends all samples of a request, whatever their state, and drops what is kept of them. Sequences of the
-    /// outstanding step end when it does, with [`FinishReason::Aborted`](crate::FinishReason::Aborted) among its events.
-    ///
-    /// Returns whether there was anything to end: ending a request twice, or an unknown one, is harmless.
-    pub fn abort(&mut self, request: RequestId) -> bool {
-        let mut samples: Vec<SequenceId> =
-            self.by_id.keys().copied().filter(|id| id.request() == request).collect();
-        samples.sort_unstable();
-        for &sample in &samples {
-            if let Some(&index) = self.by_id.get(&sample) {
-                self.abort_record(index);
-            }
-        }
-        !samples.is_empty()
-    }
-
-    /// Ends one sequence; the other samples of its request go on. Returns whether there was anything to end.
-    pub fn abort_sequence(&mut self, sequence: SequenceId) -> bool {
-        // Samples that have not parted yet live in the first one's record.
-        if let Some(&carrier) = self.by_id.get(&sequence.request().sample(0)) {
-            let record = self.get_mut(carrier);
-            if let Some(place) = record.pending_samples.iter().position(|&sample| sample == sequence.sample())
-            {
-                if record.planned_rows > 0 {
-                    let fresh = !record.aborted_samples.contains(&sequence.sample());
-                    if fresh {
-                        record.aborted_samples.push(sequence.sample());
-                    }
-                    return fresh;
-                }
-                record.pending_samples.remove(place);
-                if record.pending_samples.is_empty() {
-                    self.abort_record(carrier);
-                }
-                return true;
-            }
-            if !record.pending_samples.is_empty() {
-                return false;
-            }
-        }
-        match self.by_id.get(&sequence) {
-            Some(&index) => {
-                self.abort_record(index);
-                true
-            }
-            None => false,
-        }
-    }
-
-    fn abort_record(&mut self, index: Index) {
-        let sequence = self.get_mut(index);
-        if sequence.planned_rows > 0 {
-            sequence.aborting = true;
-        } else {
-            self.drop_record(index);
+        self.releases += 1;
+        // Shared blocks that it gave up are not free, so what it needs instead may not be there any more: then it is let
+        // in again when everything can be reserved (I9).
+        if self.get(index).protected && self.reserved_blocks() > self.cache.free_blocks() {
+            self.release_table(index);
+            self.requeue(index);
         }
     }
 
     /// Drafts for a sequence's next step: the step computes one row for each, and the application answers with
     /// [`RowResult::Accepted`](crate::RowResult::Accepted). They replace earlier ones; those beyond the declared maximum
-    /// or the step's budget are left out.
+    /// or the step's budget are left out. A commit forgets them, used or not: what follows its new token is unknown yet.
     ///
     /// # Errors
     /// [`RequestError::Unknown`], and [`RequestError::TooManyDrafts`] beyond the configured lookahead.
@@ -398,221 +374,6 @@ impl Scheduler {
         }
     }
 
-    /// Panics with the invariant's number when records, queues, promises and the cache disagree. For tests.
-    pub fn assert_consistent(&self) {
-        self.cache.assert_consistent();
-        let mut tables = 0;
-        for (index, sequence) in self.records.iter().enumerate() {
-            let Some(sequence) = sequence else { continue };
-            assert_eq!(
-                self.by_id.get(&sequence.id),
-                Some(&index),
-                "{:?} is filed under another record",
-                sequence.id
-            );
-            let queues = [
-                (State::Waiting, self.waiting.iter().filter(|&&other| other == index).count()),
-                (State::Running, self.running.iter().filter(|&&other| other == index).count()),
-                (State::Kept, self.kept.iter().filter(|&&other| other == index).count()),
-            ];
-            for (state, entries) in queues {
-                assert_eq!(
-                    entries,
-                    usize::from(state == sequence.state),
-                    "{:?} is in a wrong queue",
-                    sequence.id
-                );
-            }
-            assert!(
-                sequence.len() <= sequence.max_tokens,
-                "I10: {:?} outgrew its declared maximum",
-                sequence.id
-            );
-            assert!(
-                sequence.computed <= sequence.len(),
-                "I4: {:?} has more computed than it has",
-                sequence.id
-            );
-            assert!(
-                sequence.preemptions <= self.config.max_preemptions,
-                "I9: {:?} was preempted too often",
-                sequence.id
-            );
-            if let Some(table) = sequence.table {
-                tables += 1;
-                let len = self.cache.len(table).expect("a record's table is live");
-                assert_eq!(
-                    len,
-                    sequence.computed + sequence.planned_rows,
-                    "I4: {:?} and its table disagree",
-                    sequence.id
-                );
-            } else {
-                assert_eq!(sequence.computed, 0, "I4: {:?} is computed but holds no table", sequence.id);
-            }
-        }
-        assert_eq!(tables, self.cache.stats().num_tables, "I2: a table belongs to no sequence");
-        let arrivals = |queue: &mut dyn Iterator<Item = &Index>| -> Vec<u64> {
-            queue.map(|&index| self.get(index).arrival).collect()
-        };
-        assert!(arrivals(&mut self.running.iter()).is_sorted(), "running sequences are out of order");
-        assert!(arrivals(&mut self.waiting.iter()).is_sorted(), "waiting sequences are out of order");
-        let protected = self.running.iter().filter(|&&index| self.get(index).protected).count();
-        assert_eq!(protected as u32, self.num_protected, "I9: protected sequences are miscounted");
-        if self.config.admission == Admission::Guaranteed {
-            let promised = self.promised_blocks();
-            assert!(promised <= self.cache.config().num_blocks(), "I8: {promised} blocks are promised");
-            assert_eq!(self.stats.preemptions, 0, "I8: a promised sequence was preempted");
-        }
-    }
-
-    // Records.
-
-    fn new_request(&mut self) -> RequestId {
-        let id = RequestId(self.next_request);
-        self.next_request += 1;
-        id
-    }
-
-    fn arrive(&mut self) -> u64 {
-        self.next_arrival += 1;
-        self.next_arrival
-    }
-
-    fn record(
-        &mut self,
-        id: SequenceId,
-        request: Request,
-        prefix: Vec<TokenId>,
-        max_tokens: u32,
-    ) -> Sequence {
-        let mut tokens = prefix;
-        tokens.extend_from_slice(&request.tokens);
-        // Growing to the declared maximum reallocates nothing.
-        tokens.reserve((max_tokens as usize).saturating_sub(tokens.len()));
-        Sequence {
-            id,
-            arrival: self.arrive(),
-            state: State::Waiting,
-            input_len: tokens.len() as u32,
-            tokens,
-            max_tokens,
-            to_context_end: request.max_new_tokens.is_none(),
-            stop_tokens: request.stop_tokens.into(),
-            keep: request.keep,
-            pending_samples: (0..request.samples).collect(),
-            table: None,
-            fork: None,
-            computed: 0,
-            high_water: 0,
-            drafts: Vec::new(),
-            planned_rows: 0,
-            planned_logits: 0,
-            preemptions: 0,
-            protected: false,
-            promised: false,
-            aborted_samples: Vec::new(),
-            aborting: false,
-            truncating: None,
-        }
-    }
-
-    pub(super) fn insert(&mut self, sequence: Sequence) -> Index {
-        let id = sequence.id;
-        let index = match self.free_records.pop() {
-            Some(index) => {
-                self.records[index] = Some(sequence);
-                index
-            }
-            None => {
-                self.records.push(Some(sequence));
-                self.records.len() - 1
-            }
-        };
-        self.by_id.insert(id, index);
-        index
-    }
-
-    fn remove(&mut self, index: Index) -> Option<Sequence> {
-        let sequence = self.records[index].take()?;
-        self.by_id.remove(&sequence.id);
-        self.free_records.push(index);
-        Some(sequence)
-    }
-
-    /// Ends a record that no step is writing through: out of its queue, its blocks back.
-    pub(super) fn drop_record(&mut self, index: Index) {
-        match self.get(index).state {
-            State::Waiting => self.waiting.retain(|&other| other != index),
-            State::Running => self.running.retain(|&other| other != index),
-            State::Kept => self.kept.retain(|&other| other != index),
-        }
-        self.pending_forks.retain(|&other| other != index);
-        self.unprotect(index);
-        self.release_table(index);
-        self.remove(index);
-    }
-
-    pub(super) fn release_table(&mut self, index: Index) {
-        let sequence = self.get_mut(index);
-        sequence.computed = 0;
-        if let Some(table) = sequence.table.take() {
-            let released = self.cache.release(table);
-            debug_assert!(released.is_ok(), "a table that no step writes through is released: {released:?}");
-        }
-    }
-
-    pub(super) fn unprotect(&mut self, index: Index) {
-        if std::mem::take(&mut self.get_mut(index).protected) {
-            self.num_protected -= 1;
-        }
-    }
-
-    /// Puts a running sequence without a table back in line.
-    pub(super) fn requeue(&mut self, index: Index) {
-        self.get_mut(index).state = State::Waiting;
-        self.running.retain(|&other| other != index);
-        self.enqueue(index);
-    }
-
-    /// Puts a waiting sequence into the queue by its arrival.
-    pub(super) fn enqueue(&mut self, index: Index) {
-        let arrival = self.get(index).arrival;
-        let place = self.waiting.partition_point(|&other| self.get(other).arrival < arrival);
-        self.waiting.insert(place, index);
-    }
-
-    /// Shares the parent's blocks with a sequence that forked while the parent's step was outstanding.
-    pub(super) fn resolve_forks(&mut self) {
-        for index in std::mem::take(&mut self.pending_forks) {
-            self.resolve_fork(index);
-        }
-    }
-
-    fn resolve_fork(&mut self, index: Index) {
-        let max_tokens = self.get(index).max_tokens;
-        let Some(fork) = self.get_mut(index).fork.take() else { return };
-        // Without a table or with the parent gone, the sequence is computed alone.
-        if let Ok(table) = self.cache.fork(fork.parent, fork.at, max_tokens) {
-            let sequence = self.get_mut(index);
-            sequence.table = Some(table);
-            sequence.computed = fork.at;
-            sequence.high_water = fork.at;
-        }
-    }
-
-    pub(super) fn get(&self, index: Index) -> &Sequence {
-        self.records[index].as_ref().expect("an index in a queue has a record")
-    }
-
-    pub(super) fn get_mut(&mut self, index: Index) -> &mut Sequence {
-        self.records[index].as_mut().expect("an index in a queue has a record")
-    }
-
-    fn find(&self, id: SequenceId) -> Result<Index, RequestError> {
-        self.by_id.get(&id).copied().ok_or(RequestError::Unknown { sequence: id })
-    }
-
     // Checks at the door.
 
     fn declared_maximum(&self, len: usize, request: &Request) -> Result<u32, RequestError> {
@@ -636,24 +397,5 @@ impl Scheduler {
     fn check_samples(&self, samples: u32) -> Result<(), RequestError> {
         let max = self.max_running();
         if samples == 0 || samples > max { Err(RequestError::Samples { samples, max }) } else { Ok(()) }
-    }
-
-    /// Whether the request could run alone in an empty pool.
-    fn check_fits(&self, len: u32, max_tokens: u32, samples: u32) -> Result<(), RequestError> {
-        let layout = self.cache.config().layout();
-        let most = layout.blocks_for(max_tokens);
-        let needed_blocks = match self.config.admission {
-            Admission::Guaranteed => {
-                let full = len / layout.block_size;
-                u64::from(full) + u64::from(samples) * u64::from(most - full)
-            }
-            // Samples that do not fit side by side run one after the other.
-            Admission::Overcommitted { .. } => u64::from(most),
-        };
-        let num_blocks = self.cache.config().num_blocks();
-        if needed_blocks > u64::from(num_blocks) {
-            return Err(RequestError::NeverFits { needed_blocks, num_blocks });
-        }
-        Ok(())
     }
 }

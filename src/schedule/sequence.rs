@@ -30,7 +30,7 @@ pub(super) struct PendingFork {
 #[derive(Debug)]
 pub(super) struct Sequence {
     pub(super) id: SequenceId,
-    /// Place in the queue; a preempted sequence keeps it.
+    /// A preempted sequence keeps it, and with it its place.
     pub(super) arrival: u64,
     pub(super) state: State,
     pub(super) tokens: Vec<TokenId>,
@@ -69,6 +69,11 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
+    /// Place in line, and among those that run: by arrival, the samples of a request by their number.
+    pub(super) fn place(&self) -> (u64, u32) {
+        (self.arrival, self.id.sample())
+    }
+
     pub(super) fn len(&self) -> u32 {
         self.tokens.len() as u32
     }

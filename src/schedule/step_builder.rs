@@ -13,6 +13,8 @@ use std::ops::Range;
 pub struct StepBuilder<'a> {
     cache: &'a mut KvCache,
     plan: StepPlan,
+    /// Rows that the plan shall have at least.
+    padded_rows: u32,
 }
 
 /// Starts a step of `cache` in `plan`'s arrays.
@@ -68,7 +70,7 @@ impl<'a> StepBuilder<'a> {
     pub fn new(cache: &'a mut KvCache) -> Self {
         let mut plan = StepPlan::default();
         begin_plan(cache, &mut plan);
-        Self { cache, plan }
+        Self { cache, plan, padded_rows: 0 }
     }
 
     /// The cache under the step.
@@ -98,42 +100,44 @@ impl<'a> StepBuilder<'a> {
     /// Asks for the logits of `num_rows` rows from `row` on, for `sequence`.
     ///
     /// # Errors
-    /// [`CacheError::NoSuchRow`] when the step does not have them.
+    /// [`CacheError::NoSuchRow`] when the step does not have them, or when they belong to more than one table.
     pub fn request_logits(
         &mut self,
         sequence: SequenceId,
         row: u32,
         num_rows: u32,
     ) -> Result<(), CacheError> {
-        let rows = self.plan.num_rows();
+        let starts = &self.plan.query_starts;
+        let end_of_table = starts[starts.partition_point(|&start| start <= row).min(starts.len() - 1)];
         match row.checked_add(num_rows) {
-            Some(end) if num_rows > 0 && end <= rows => {
+            Some(end) if num_rows > 0 && end <= end_of_table => {
                 let next_position = self.plan.positions[row as usize] + 1;
                 self.plan.logit_rows.push(LogitRow { sequence, row, num_rows, next_position });
                 Ok(())
             }
-            _ => Err(CacheError::NoSuchRow { row, num_rows, rows }),
+            _ => Err(CacheError::NoSuchRow { row, num_rows, rows: self.num_rows() }),
         }
     }
 
-    /// Adds padding rows until the step has `rows`: they write nothing and attend to nothing.
+    /// Adds padding rows to the finished plan until it has `rows`: they come last, write nothing, attend to nothing and
+    /// belong to no sequence.
     ///
-    /// For an application whose own kernels want a fixed number of rows. Call it after the last push.
+    /// For an application whose own kernels want a fixed number of rows.
     pub fn pad_to(&mut self, rows: u32) {
-        while self.plan.num_rows() < rows {
-            self.plan.token_ids.push(0);
-            self.plan.positions.push(0);
-            self.plan.slot_mapping.push(PADDING_SLOT);
-        }
+        self.padded_rows = rows;
     }
 
-    /// Rows so far.
+    /// Rows so far, without padding.
     pub fn num_rows(&self) -> u32 {
         self.plan.num_rows()
     }
 
     /// The finished plan.
     pub fn finish(mut self) -> StepPlan {
+        let rows = self.num_rows().max(self.padded_rows) as usize;
+        self.plan.token_ids.resize(rows, 0);
+        self.plan.positions.resize(rows, 0);
+        self.plan.slot_mapping.resize(rows, PADDING_SLOT);
         self.plan.block_copies.extend_from_slice(self.cache.step_copies());
         self.plan
     }

@@ -4,8 +4,10 @@
 //! (spans of keys); one with more becomes prefill items (tiles of query rows). Spans of one row are merged exactly, so
 //! every cut gives the same result up to rounding; with [`SplitConfig::fixed_span_tokens`] the cuts of a row depend only
 //! on its own context, and its bits do not depend on its neighbours in the batch.
+//!
+//! Numbers of zero in a [`SplitConfig`] count as one.
 
-use crate::schedule::step_plan::StepPlan;
+use crate::schedule::step_plan::{StepPlan, rows_work};
 use std::ops::Range;
 
 /// Destination of a decode item that has its row to itself: the final output instead of a partial result.
@@ -24,11 +26,12 @@ pub struct SplitConfig {
     pub span_quantum: u32,
     /// Workgroups that fill the device; decode is split until it has about as many.
     pub target_workgroups: u32,
-    /// Partial results that the scratch buffer holds.
+    /// Partial results that the scratch buffer holds: spans are lengthened until they suffice.
     pub max_partials: u32,
-    /// Cut every row into spans of this many tokens, whatever else is in the batch.
+    /// Cut every row into spans of this many tokens, rounded up to the quantum, whatever else is in the batch. Such spans
+    /// are never lengthened: when [`WorkSplit::num_partials`] exceeds the scratch buffer, the step must be refused.
     pub fixed_span_tokens: Option<u32>,
-    /// (row, key) pairs that one dispatch may have, all kv heads counted once.
+    /// (row, key) pairs that one dispatch may have, all kv heads counted once. A single item may exceed it.
     pub dispatch_work_budget: u64,
 }
 
@@ -101,11 +104,14 @@ impl WorkSplit {
         self.decode_dispatches.clear();
         self.prefill_dispatches.clear();
         self.num_partials = 0;
-        let span_tokens = config.fixed_span_tokens.unwrap_or_else(|| balanced_span(plan, config));
+        let span_tokens = match config.fixed_span_tokens {
+            Some(tokens) => whole_quanta(u64::from(tokens), config),
+            None => balanced_span(plan, config),
+        };
         for sequence in 0..plan.num_sequences() {
             let rows = plan.query_starts[sequence as usize + 1] - plan.query_starts[sequence as usize];
             if rows == 1 {
-                self.push_decode(plan, sequence, span_tokens, config);
+                self.push_decode(plan, sequence, span_tokens);
             } else {
                 self.push_prefill(sequence, rows, config);
             }
@@ -115,29 +121,20 @@ impl WorkSplit {
             u64::from(item.end_token - item.first_token)
         });
         cut(&self.prefill_items, budget, &mut self.prefill_dispatches, |item| {
-            prefill_work(plan, item, config.heads_per_kv_head)
+            prefill_work(plan, item, config.heads_per_kv_head.max(1))
         });
     }
 
-    fn push_decode(&mut self, plan: &StepPlan, sequence: u32, span_tokens: u32, config: &SplitConfig) {
+    fn push_decode(&mut self, plan: &StepPlan, sequence: u32, span_tokens: u32) {
         let context = plan.context_lens[sequence as usize];
         let spans = context.div_ceil(span_tokens).max(1);
-        let left = config.max_partials - self.num_partials;
-        let (spans, span_tokens) = if spans == 1 || spans <= left {
-            (spans, span_tokens)
-        } else {
-            // Scratch is full: fewer, longer spans for this row, or none at all.
-            let spans = left.max(1);
-            let span_tokens = context.div_ceil(spans).next_multiple_of(config.span_quantum);
-            (context.div_ceil(span_tokens), span_tokens)
-        };
         let first_partial = self.num_partials;
         for span in 0..spans {
             let first_token = span * span_tokens;
             self.decode_items.push(DecodeItem {
                 sequence,
                 first_token,
-                end_token: context.min(first_token + span_tokens),
+                end_token: context.min(first_token.saturating_add(span_tokens)),
                 partial: if spans == 1 { DIRECT } else { first_partial + span },
             });
         }
@@ -153,37 +150,60 @@ impl WorkSplit {
     }
 
     fn push_prefill(&mut self, sequence: u32, rows: u32, config: &SplitConfig) {
-        let queries = rows * config.heads_per_kv_head;
+        let queries = rows.saturating_mul(config.heads_per_kv_head.max(1));
         let mut first_query = 0;
         while first_query < queries {
-            let end_query = queries.min(first_query + config.prefill_queries);
+            let end_query = queries.min(first_query.saturating_add(config.prefill_queries.max(1)));
             self.prefill_items.push(PrefillItem { sequence, first_query, end_query, padding: 0 });
             first_query = end_query;
         }
     }
 }
 
-/// One span length for all rows of the step, such that the step has about `target_workgroups` workgroups.
+/// Contexts of the sequences with one row.
+fn decode_contexts(plan: &StepPlan) -> impl Iterator<Item = u32> {
+    let rows = plan.query_starts.windows(2).map(|pair| pair[1] - pair[0]);
+    rows.zip(&plan.context_lens).filter(|&(rows, _)| rows == 1).map(|(_, &context)| context)
+}
+
+/// One span length for all rows of the step, such that the step has about `target_workgroups` workgroups, no span exceeds
+/// a dispatch's budget, and the partial results fit. The last of these wins.
 fn balanced_span(plan: &StepPlan, config: &SplitConfig) -> u32 {
     let mut rows = 0u64;
     let mut tokens = 0u64;
     let mut longest = 1u32;
-    for sequence in 0..plan.context_lens.len() {
-        if plan.query_starts[sequence + 1] - plan.query_starts[sequence] == 1 {
-            rows += 1;
-            tokens += u64::from(plan.context_lens[sequence]);
-            longest = longest.max(plan.context_lens[sequence]);
-        }
+    for context in decode_contexts(plan) {
+        rows += 1;
+        tokens += u64::from(context);
+        longest = longest.max(context);
     }
-    let wanted_items = u64::from(config.target_workgroups.div_ceil(config.workgroups_per_item));
-    if rows >= wanted_items {
+    let wanted_items = u64::from(config.target_workgroups.div_ceil(config.workgroups_per_item.max(1)));
+    let wanted_span = if rows >= wanted_items {
         // The rows fill the device as they are; still even out one row that is much longer than the others.
-        let average = tokens.div_ceil(rows.max(1)).max(1);
-        let even = (average * 2).min(u64::from(longest)) as u32;
-        return even.next_multiple_of(config.span_quantum);
+        2 * tokens.div_ceil(rows.max(1))
+    } else {
+        tokens.div_ceil(wanted_items)
+    };
+    let quantum = u64::from(config.span_quantum.max(1));
+    let budget = (config.dispatch_work_budget / quantum * quantum).max(quantum);
+    let mut span = whole_quanta(wanted_span.min(u64::from(longest)).min(budget), config);
+    while span < longest && partials(plan, span) > u64::from(config.max_partials) {
+        span = whole_quanta(2 * u64::from(span), config);
     }
-    let span = tokens.div_ceil(wanted_items).max(1) as u32;
-    span.next_multiple_of(config.span_quantum)
+    span
+}
+
+/// Partial results of the step's rows when they are cut into spans of `span_tokens`.
+fn partials(plan: &StepPlan, span_tokens: u32) -> u64 {
+    let spans = decode_contexts(plan).map(|context| u64::from(context.div_ceil(span_tokens)));
+    spans.filter(|&spans| spans > 1).sum()
+}
+
+/// `tokens`, at least one, rounded up to a multiple of the span quantum.
+fn whole_quanta(tokens: u64, config: &SplitConfig) -> u32 {
+    let quantum = u64::from(config.span_quantum.max(1));
+    let most = u64::from(u32::MAX) / quantum * quantum;
+    tokens.max(1).next_multiple_of(quantum).min(most) as u32
 }
 
 /// (row, key) pairs of a prefill item, rounded up to whole rows.
@@ -192,8 +212,8 @@ fn prefill_work(plan: &StepPlan, item: &PrefillItem, heads: u32) -> u64 {
     let rows = plan.query_starts[sequence + 1] - plan.query_starts[sequence];
     let past = plan.context_lens[sequence] - rows;
     let first_row = item.first_query / heads;
-    let last_row = (item.end_query - 1) / heads;
-    (first_row..=last_row).map(|row| u64::from(past + row + 1)).sum()
+    let end_row = item.end_query.div_ceil(heads);
+    rows_work(u64::from(end_row - first_row), u64::from(past) + u64::from(end_row))
 }
 
 /// Consecutive items while their work stays within `budget`; an item beyond it has a dispatch of its own.
@@ -213,3 +233,6 @@ fn cut<T>(items: &[T], budget: u64, ranges: &mut Vec<Range<u32>>, work_of: impl 
         ranges.push(start as u32..items.len() as u32);
     }
 }
+
+#[cfg(test)]
+mod tests;

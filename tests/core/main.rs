@@ -2,7 +2,15 @@
 #![allow(clippy::unwrap_used)]
 
 mod bug_cases;
+mod cache_bugs;
+mod cache_model;
+mod config_numbers;
+mod model;
+mod properties;
 mod reference;
 mod reference_bugs;
 mod rig;
 mod scenarios;
+mod scheduler_bugs;
+mod simulated_device;
+mod tidy;

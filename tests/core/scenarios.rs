@@ -6,58 +6,56 @@ use paged_kv::{
 };
 use std::collections::BTreeMap;
 
-fn cache(num_blocks: u32, block_size: u32) -> CacheConfig {
+pub(crate) fn cache(num_blocks: u32, block_size: u32) -> CacheConfig {
     let shape = ModelShape { num_layers: 1, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
     CacheConfig::for_blocks(num_blocks, &shape, KvType::F32).unwrap().with_block_size(block_size).unwrap()
 }
 
-/// Runs to the end; the token after position `p` is `p + 1000`. Returns tokens and the finish reason per sequence.
-fn run(scheduler: &mut Scheduler) -> BTreeMap<SequenceId, (Vec<u32>, FinishReason)> {
+pub(crate) fn overcommitted(watermark_blocks: u32) -> SchedulerConfig {
+    SchedulerConfig { admission: Admission::Overcommitted { watermark_blocks }, ..SchedulerConfig::default() }
+}
+
+/// One step; the token after position `p` is `p + 1000`. Returns its rows, none when all is done.
+pub(crate) fn step(scheduler: &mut Scheduler) -> u32 {
+    told(scheduler).0
+}
+
+/// One step, and what it told.
+pub(crate) fn told(scheduler: &mut Scheduler) -> (u32, Vec<StepEvent>) {
+    scheduler.assert_consistent();
+    let plan = match scheduler.schedule() {
+        Schedule::Step(plan) => plan,
+        Schedule::Idle => return (0, Vec::new()),
+        Schedule::Waiting(reason) => panic!("nothing runs: {reason:?}"),
+    };
+    scheduler.assert_consistent();
+    let rows = plan.num_rows();
+    let results: Vec<_> =
+        plan.logit_rows().iter().map(|row| RowResult::Token(row.next_position + 1000)).collect();
+    (rows, scheduler.commit(plan, &results).unwrap().to_vec())
+}
+
+/// Runs to the end. Returns tokens and the finish reason per sequence.
+pub(crate) fn run(scheduler: &mut Scheduler) -> BTreeMap<SequenceId, (Vec<u32>, FinishReason)> {
     let mut tokens: BTreeMap<SequenceId, Vec<u32>> = BTreeMap::new();
     let mut finished = BTreeMap::new();
     for _ in 0..10_000 {
-        scheduler.assert_consistent();
-        match scheduler.schedule() {
-            Schedule::Step(plan) => {
-                scheduler.assert_consistent();
-                let results: Vec<_> =
-                    plan.logit_rows().iter().map(|row| RowResult::Token(row.next_position + 1000)).collect();
-                for &event in scheduler.commit(plan, &results).unwrap() {
-                    match event {
-                        StepEvent::Token { sequence, token } => {
-                            tokens.entry(sequence).or_default().push(token)
-                        }
-                        StepEvent::Finished { sequence, reason, .. } => {
-                            finished.insert(sequence, (tokens.remove(&sequence).unwrap_or_default(), reason));
-                        }
-                        _ => unreachable!("no other events exist"),
-                    }
+        let (rows, events) = told(scheduler);
+        for event in events {
+            match event {
+                StepEvent::Token { sequence, token } => tokens.entry(sequence).or_default().push(token),
+                StepEvent::Finished { sequence, reason, .. } => {
+                    finished.insert(sequence, (tokens.remove(&sequence).unwrap_or_default(), reason));
                 }
+                _ => unreachable!("no other events exist"),
             }
-            Schedule::Idle => return finished,
-            Schedule::Waiting(reason) => panic!("nothing runs: {reason:?}"),
+        }
+        if rows == 0 {
+            scheduler.assert_consistent();
+            return finished;
         }
     }
     panic!("no end after 10,000 steps");
-}
-
-#[test]
-fn two_requests_that_outgrow_the_pool_both_finish() {
-    let config = SchedulerConfig {
-        admission: Admission::Overcommitted { watermark_blocks: 0 },
-        ..SchedulerConfig::default()
-    };
-    let mut scheduler = Scheduler::new(config, cache(6, 4)).unwrap();
-    let first = scheduler.add(Request::new(vec![1; 8]).max_new_tokens(8)).unwrap();
-    let second = scheduler.add(Request::new(vec![2; 8]).max_new_tokens(8)).unwrap();
-    let finished = run(&mut scheduler);
-    for request in [first, second] {
-        let expected: Vec<u32> = (1008..1016).collect();
-        assert_eq!(finished[&request.sample(0)], (expected, FinishReason::MaxTokens));
-    }
-    let preemptions = scheduler.stats().preemptions;
-    assert!((1..=4).contains(&preemptions), "{preemptions} preemptions");
-    assert_eq!(scheduler.stats().cache.free_blocks, 6);
 }
 
 #[test]

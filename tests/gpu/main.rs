@@ -8,5 +8,8 @@ mod kernel_bugs;
 mod kernels;
 mod raw;
 mod raw_kernels;
+mod recording;
 #[path = "../core/rig.rs"]
 mod rig;
+mod shaders;
+mod smoke;

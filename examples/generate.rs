@@ -1,2 +1,0 @@
-//! Generates text.
-fn main() {}

@@ -1,0 +1,157 @@
+//! Showing what is generated: text as it is made, or JSON lines.
+
+use std::{
+    collections::BTreeMap,
+    io::{self, Write},
+};
+
+use llama::{
+    engine::{Event, Outcome, SessionStats},
+    sample::TopLogits,
+    tokenizer::{TextStream, Tokenizer},
+};
+use paged_kv::FinishReason;
+use serde_json::{Value, json};
+
+/// Text of several sequences on one terminal: the first unfinished one is shown as it grows, the others wait for their
+/// turn.
+pub(crate) struct TextPrinter<'a> {
+    tokenizer: Option<&'a Tokenizer>,
+    /// The heading of each sequence: nothing where there is only one.
+    headings: BTreeMap<(u32, u32), String>,
+    waiting: BTreeMap<(u32, u32), Waiting>,
+}
+
+#[derive(Default)]
+struct Waiting {
+    stream: TextStream,
+    text: String,
+    finished: bool,
+}
+
+impl<'a> TextPrinter<'a> {
+    /// A printer of sequences with these headings, by prompt and sample; the order is theirs.
+    pub(crate) fn new(
+        tokenizer: Option<&'a Tokenizer>,
+        headings: BTreeMap<(u32, u32), String>,
+    ) -> io::Result<Self> {
+        let waiting = headings.keys().map(|&key| (key, Waiting::default())).collect();
+        let printer = Self { tokenizer, headings, waiting };
+        printer.show_heading()?;
+        Ok(printer)
+    }
+
+    /// Takes an event and shows what can be shown.
+    pub(crate) fn take(&mut self, event: &Event) -> io::Result<()> {
+        let (Event::Token { prompt, sample, .. } | Event::Finished { prompt, sample, .. }) = event;
+        let Some(sequence) = self.waiting.get_mut(&(*prompt, *sample)) else { return Ok(()) };
+        match (event, self.tokenizer) {
+            (Event::Token { token, .. }, Some(tokenizer)) if !tokenizer.end_tokens().contains(token) => {
+                sequence.text += &sequence.stream.push(tokenizer.bytes_of(*token));
+            }
+            (Event::Token { token, .. }, None) => sequence.text += &format!("{token} "),
+            (Event::Token { .. }, Some(_)) => {}
+            (Event::Finished { .. }, _) => {
+                sequence.text += &sequence.stream.finish();
+                sequence.finished = true;
+            }
+        }
+        self.show()
+    }
+
+    fn show(&mut self) -> io::Result<()> {
+        let mut out = io::stdout().lock();
+        while let Some(mut first) = self.waiting.first_entry() {
+            let sequence = first.get_mut();
+            write!(out, "{}", std::mem::take(&mut sequence.text))?;
+            if !sequence.finished {
+                break;
+            }
+            writeln!(out)?;
+            first.remove();
+            self.show_heading()?;
+        }
+        out.flush()
+    }
+
+    fn show_heading(&self) -> io::Result<()> {
+        match self.waiting.first_key_value().and_then(|(key, _)| self.headings.get(key)) {
+            Some(heading) => write!(io::stdout().lock(), "{heading}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// One finished sequence as a line of JSON.
+pub(crate) fn outcome_json(
+    outcome: &Outcome,
+    prompt_ids: &[u32],
+    tokenizer: Option<&Tokenizer>,
+    with_top_logits: bool,
+) -> Value {
+    let mut shown = outcome.tokens.as_slice();
+    if outcome.reason == FinishReason::Stop {
+        shown = shown.split_last().map_or(shown, |(_, before)| before);
+    }
+    let mut object = json!({
+        "prompt": outcome.prompt,
+        "sample": outcome.sample,
+        "prompt_ids": prompt_ids,
+        "token_ids": outcome.tokens,
+        "text": tokenizer.map(|tokenizer| tokenizer.decode(shown)).unwrap_or_default(),
+        "finish": outcome.reason.to_string(),
+        "preemptions": outcome.preemptions,
+    });
+    if with_top_logits {
+        object["top_logits"] = outcome.top_logits.iter().map(top_logits_json).collect();
+    }
+    object
+}
+
+fn top_logits_json(row: &TopLogits) -> Value {
+    json!({ "top": row.top, "logsumexp": row.logsumexp, "mean": row.mean })
+}
+
+/// The statistics as a line of JSON.
+pub(crate) fn stats_json(stats: &SessionStats, adapter: &str) -> Value {
+    let scheduler = &stats.scheduler;
+    json!({ "stats": {
+        "adapter": adapter,
+        "blocks_total": scheduler.cache.num_blocks,
+        "blocks_peak": scheduler.cache.held_blocks_peak,
+        "blocks_shared_peak": scheduler.cache.shared_blocks_peak,
+        "block_copies": scheduler.cache.block_copies,
+        "preemptions": scheduler.preemptions,
+        "recomputed_tokens": scheduler.recomputed_tokens,
+        "steps": scheduler.steps,
+        "prompt_tokens": scheduler.prompt_tokens,
+        "generated_tokens": scheduler.generated_tokens,
+        "seconds": stats.elapsed.as_secs_f64(),
+        "tokens_per_s": stats.tokens_per_s(),
+        "waste_tokens_peak": scheduler.tail_waste_tokens_peak,
+    }})
+}
+
+/// The statistics for people.
+pub(crate) fn stats_text(stats: &SessionStats, adapter: &str, block_size: u32) -> String {
+    let scheduler = &stats.scheduler;
+    let cache = &scheduler.cache;
+    format!(
+        "{adapter}: {} prompt tokens and {} generated in {} steps and {:.1} s, {:.1} generated per second\n\
+         {} of {} blocks of {block_size} tokens used at most, {} shared at most, {} copied on write, \
+         {} tokens unused in last blocks at most\n\
+         {} preemptions, {} tokens computed again",
+        scheduler.prompt_tokens,
+        scheduler.generated_tokens,
+        scheduler.steps,
+        stats.elapsed.as_secs_f64(),
+        stats.tokens_per_s(),
+        cache.held_blocks_peak,
+        cache.num_blocks,
+        cache.shared_blocks_peak,
+        cache.block_copies,
+        scheduler.tail_waste_tokens_peak,
+        scheduler.preemptions,
+        scheduler.recomputed_tokens,
+    )
+}

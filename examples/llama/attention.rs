@@ -1,0 +1,199 @@
+//! The cache's side of a step, on whichever device the model is: one pool, and one call per step.
+//!
+//! Here model and cache meet. On a GPU, the model's dispatches and the cache's go into one compute pass of one encoder; on
+//! the CPU, the twins of the cache's kernels run between the model's products, on two threads or more.
+
+use std::num::NonZero;
+
+use paged_kv::{
+    AttentionOptions, BoundTensors, CacheConfig, LayerTensors, ModelShape, PagedAttention, StepPlan,
+    TensorSlice, WorkSplit,
+    reference::{self, AttentionInputs, CpuCache, Rows, RowsMut},
+};
+
+use crate::{
+    config::Config,
+    cpu::{CpuModel, QueryKeyValue},
+    error::RunError,
+    gpu::GpuModel,
+};
+
+/// Tokens that one item of decoding reads: at most 32 items for the longest sequence. Cuts that depend on nothing else keep
+/// a sequence's bits independent of what runs beside it.
+fn span_tokens(config: &Config) -> u32 {
+    config.context_len.div_ceil(32).max(256)
+}
+
+/// What the cache needs to know of the model.
+pub fn shape_of(config: &Config) -> ModelShape {
+    ModelShape {
+        num_layers: config.num_layers,
+        num_query_heads: config.num_query_heads,
+        num_kv_heads: config.num_kv_heads,
+        head_dim: config.head_dim,
+    }
+}
+
+/// The pool of a [`GpuModel`].
+pub(crate) struct GpuAttention {
+    attention: PagedAttention,
+    tensors: BoundTensors,
+    row_of_logits: Vec<u32>,
+}
+
+impl GpuAttention {
+    /// Makes the pool, and room in the model for steps of `rows` rows, `logit_rows` of which need logits.
+    pub(crate) fn new(
+        model: &mut GpuModel,
+        cache: CacheConfig,
+        rows: u32,
+        logit_rows: u32,
+    ) -> Result<Self, RunError> {
+        model.reserve(rows, logit_rows)?;
+        let (gpu, config) = (model.gpu(), model.config());
+        let options = AttentionOptions::default().fixed_span_tokens(span_tokens(config));
+        let shape = shape_of(config);
+        let mut attention = PagedAttention::with_options(&gpu.device, &gpu.queue, shape, cache, options)?;
+        let part = |start: u32| TensorSlice {
+            buffer: model.query_key_value(),
+            offset: u64::from(start) * 4,
+            row_stride: config.query_key_value_len(),
+            rows,
+        };
+        let tensors = attention.bind_tensors(&LayerTensors {
+            query: part(0),
+            key: part(config.key_start()),
+            value: part(config.value_start()),
+            output: TensorSlice { buffer: model.attended(), offset: 0, row_stride: config.query_len(), rows },
+        })?;
+        let mut encoder = gpu.device.create_command_encoder(&Default::default());
+        attention.record_initialization(&mut encoder);
+        gpu.queue.submit([encoder.finish()]);
+        Ok(Self { attention, tensors, row_of_logits: Vec::new() })
+    }
+
+    /// Runs a step to its end and hands the logits of `plan.logit_rows()[i]` to `take(i, logits)`.
+    pub(crate) fn step(
+        &mut self,
+        model: &mut GpuModel,
+        plan: &StepPlan,
+        mut take: impl FnMut(usize, &[f32]),
+    ) -> Result<(), RunError> {
+        distinct_logit_rows(plan, &mut self.row_of_logits);
+        model.write_inputs(plan.token_ids(), plan.positions(), &self.row_of_logits);
+        let num_logit_rows = self.row_of_logits.len() as u32;
+        let gpu = model.gpu();
+
+        let mut step = self.attention.prepare(plan)?;
+        let mut encoder =
+            gpu.device.create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some("llama.step") });
+        self.attention.record_transfers(&mut encoder, &mut step);
+        let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor {
+            label: Some("llama.step"),
+            timestamp_writes: None,
+        });
+        self.attention.record_block_copies(&mut pass, &mut step);
+        model.record_layers(&mut pass, plan.num_rows(), |pass, layer| {
+            self.attention.record_layer(pass, &mut step, layer, &self.tensors)
+        })?;
+        model.record_logits(&mut pass, num_logit_rows);
+        drop(pass);
+        model.record_readback(&mut encoder, num_logit_rows);
+        gpu.queue.submit([encoder.finish()]);
+
+        model.read_logits(num_logit_rows, |index, logits| {
+            let row = self.row_of_logits[index as usize];
+            for (entry, wanted) in plan.logit_rows().iter().enumerate() {
+                if wanted.row == row {
+                    take(entry, logits);
+                }
+            }
+        })?;
+        Ok(())
+    }
+}
+
+/// The pool of a [`CpuModel`].
+pub(crate) struct CpuAttention {
+    cache: CpuCache,
+    split: WorkSplit,
+    partials: Vec<f32>,
+    row_of_logits: Vec<u32>,
+    num_threads: usize,
+}
+
+impl CpuAttention {
+    pub(crate) fn new(model: &CpuModel, cache: CacheConfig) -> Self {
+        Self {
+            cache: CpuCache::new(&shape_of(model.config()), &cache),
+            split: WorkSplit::default(),
+            partials: Vec::new(),
+            row_of_logits: Vec::new(),
+            num_threads: std::thread::available_parallelism().map_or(1, NonZero::get),
+        }
+    }
+
+    /// As [`GpuAttention::step`].
+    pub(crate) fn step(
+        &mut self,
+        model: &CpuModel,
+        plan: &StepPlan,
+        mut take: impl FnMut(usize, &[f32]),
+    ) -> Result<(), RunError> {
+        distinct_logit_rows(plan, &mut self.row_of_logits);
+        self.cache.apply_table_changes(plan);
+        reference::block_copy(&mut self.cache, plan.block_copies());
+        self.split.split(plan, &self.cache.split_config(self.num_threads as u32));
+        let rows = std::mem::take(&mut self.row_of_logits);
+        let logits = model.forward(plan.token_ids(), plan.positions(), &rows, |layer, tensors| {
+            self.attend(model.config(), plan, layer, &tensors)
+        })?;
+        self.row_of_logits = rows;
+        let vocab_len = model.config().vocab_len as usize;
+        for (entry, wanted) in plan.logit_rows().iter().enumerate() {
+            if let Some(index) = self.row_of_logits.iter().position(|&row| row == wanted.row) {
+                take(entry, &logits[index * vocab_len..][..vocab_len]);
+            }
+        }
+        Ok(())
+    }
+
+    fn attend(&mut self, config: &Config, plan: &StepPlan, layer: u32, tensors: &QueryKeyValue) -> Vec<f32> {
+        let (query_len, kv_len) = (config.query_len() as usize, config.kv_len() as usize);
+        let (key, value) = (Rows::new(&tensors.key, kv_len), Rows::new(&tensors.value, kv_len));
+        reference::append(&mut self.cache, layer, plan.slot_mapping(), key, value);
+
+        let inputs = AttentionInputs::new(&self.cache, plan, layer, Rows::new(&tensors.query, query_len));
+        let partial_len = self.cache.partial_len();
+        self.partials.resize(self.split.num_partials as usize * partial_len, 0.0);
+        let mut attended = vec![0.0; plan.num_rows() as usize * query_len];
+        let mut output = RowsMut::new(&mut attended, query_len);
+        let mut partials = RowsMut::new(&mut self.partials, partial_len);
+        let (decode_items, prefill_items) = (&self.split.decode_items, &self.split.prefill_items);
+        std::thread::scope(|scope| {
+            let (output, partials) = (output.reborrow(), partials.reborrow());
+            for mut part in reference::decode_parts(&inputs, decode_items, output, partials, self.num_threads)
+            {
+                scope.spawn(move || {
+                    reference::attention_decode(&inputs, part.items, &mut part.output, &mut part.partials);
+                });
+            }
+        });
+        std::thread::scope(|scope| {
+            for mut part in
+                reference::prefill_parts(&inputs, prefill_items, output.reborrow(), self.num_threads)
+            {
+                scope.spawn(move || reference::attention_prefill(&inputs, part.items, &mut part.output));
+            }
+        });
+        reference::attention_merge(&self.cache, &self.split.merge_items, partials.as_rows(), &mut output);
+        attended
+    }
+}
+
+/// The rows that need logits, each once: samples of one prompt ask for the same row.
+fn distinct_logit_rows(plan: &StepPlan, rows: &mut Vec<u32>) {
+    rows.clear();
+    rows.extend(plan.logit_rows().iter().map(|entry| entry.row));
+    rows.dedup();
+}

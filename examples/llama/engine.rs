@@ -1,0 +1,387 @@
+//! A loaded model that generates: many sequences at once, through one pool of blocks.
+//!
+//! An [`Engine`] holds the weights and is made once per device. A [`Session`] is one pool with its scheduler; it takes
+//! prompts, runs steps, and reports tokens as they are chosen. [`Engine::run`] is a session from prompts to outcomes.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    time::{Duration, Instant},
+};
+
+use paged_kv::{
+    CacheConfig, FinishReason, Request, RequestId, RowResult, Schedule, Scheduler, SchedulerConfig,
+    SchedulerStats, SequenceId, StepEvent, StepPlan, TokenId,
+};
+
+use crate::{
+    attention::{CpuAttention, GpuAttention},
+    config::Config,
+    cpu::CpuModel,
+    error::RunError,
+    gguf::GgufFile,
+    gpu::{Gpu, GpuModel},
+    sample::{SampleKey, Sampler, TopLogits},
+};
+
+/// A model on a device.
+#[derive(Debug)]
+pub struct Engine {
+    model: Model,
+}
+
+#[derive(Debug)]
+enum Model {
+    Gpu(Box<GpuModel>),
+    Cpu(Box<CpuModel>),
+}
+
+/// How a session schedules, caches and chooses.
+#[derive(Clone, Copy, Debug)]
+pub struct SessionOptions {
+    /// The pool.
+    pub cache: CacheConfig,
+    /// Budgets and admission.
+    pub scheduler: SchedulerConfig,
+    /// How tokens are chosen.
+    pub sampler: Sampler,
+    /// How many of the largest logits to report with every token; 0 for none.
+    pub top_logits: usize,
+}
+
+/// One prompt and what to make of it.
+#[derive(Clone, Debug, Default)]
+pub struct Prompt {
+    /// Its index, which names it in events and selects its samples' random streams.
+    pub index: u32,
+    /// Its tokens.
+    pub tokens: Vec<TokenId>,
+    /// Most tokens to generate for each sample.
+    pub max_new_tokens: u32,
+    /// Samples of this prompt, at least 1.
+    pub samples: u32,
+    /// Number of the first sample: one that runs alone keeps the random stream that it has among others.
+    pub first_sample: u32,
+    /// Tokens that end a sample.
+    pub stop_tokens: Vec<TokenId>,
+    /// Tokens that are taken in place of the first ones chosen (teacher forcing).
+    pub forced_tokens: Vec<TokenId>,
+    /// Whether the sequence is kept when it ends, for [`Session::extend`].
+    pub keep: bool,
+}
+
+/// What happened to one sample in a step.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// It has a new token.
+    Token {
+        /// Index of the prompt.
+        prompt: u32,
+        /// Index of the sample.
+        sample: u32,
+        /// The token.
+        token: TokenId,
+        /// The logits that it was chosen from, if they were asked for.
+        top_logits: Option<TopLogits>,
+    },
+    /// It ended.
+    Finished {
+        /// Index of the prompt.
+        prompt: u32,
+        /// Index of the sample.
+        sample: u32,
+        /// Why.
+        reason: FinishReason,
+        /// How often it was preempted.
+        preemptions: u32,
+    },
+}
+
+/// One finished sample.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Outcome {
+    /// Index of the prompt.
+    pub prompt: u32,
+    /// Index of the sample.
+    pub sample: u32,
+    /// The tokens generated, a stop token included.
+    pub tokens: Vec<TokenId>,
+    /// For every token the logits that it was chosen from, if they were asked for.
+    pub top_logits: Vec<TopLogits>,
+    /// Why it ended.
+    pub reason: FinishReason,
+    /// How often it was preempted.
+    pub preemptions: u32,
+}
+
+/// Counters of a session.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct SessionStats {
+    /// The scheduler's and the pool's.
+    pub scheduler: SchedulerStats,
+    /// Time spent in steps.
+    pub elapsed: Duration,
+}
+
+impl SessionStats {
+    /// Tokens generated per second of steps.
+    pub fn tokens_per_s(&self) -> f64 {
+        self.scheduler.generated_tokens as f64 / self.elapsed.as_secs_f64().max(1e-9)
+    }
+}
+
+impl Engine {
+    /// Loads `file` onto `gpu`, or into host memory without one. `progress` is called with the bytes loaded so far, of
+    /// [`GgufFile::tensor_bytes`].
+    ///
+    /// # Errors
+    /// [`RunError::Load`] for a file that is no such model, otherwise what the device lacks.
+    pub fn load(
+        file: &mut GgufFile,
+        gpu: Option<Gpu>,
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<Self, RunError> {
+        let config = Config::read(file)?;
+        let model = match gpu {
+            Some(gpu) => Model::Gpu(Box::new(GpuModel::load(gpu, file, config, progress)?)),
+            None => Model::Cpu(Box::new(CpuModel::load(file, config, progress)?)),
+        };
+        Ok(Self { model })
+    }
+
+    /// The model's numbers.
+    pub fn config(&self) -> &Config {
+        match &self.model {
+            Model::Gpu(model) => model.config(),
+            Model::Cpu(model) => model.config(),
+        }
+    }
+
+    /// A session over an empty pool. Its options' `step_tokens` and `max_running` size the activations.
+    ///
+    /// # Errors
+    /// [`RunError::Config`] for options that contradict each other, otherwise what the device lacks.
+    pub fn session(&mut self, options: SessionOptions) -> Result<Session<'_>, RunError> {
+        let scheduler = Scheduler::new(options.scheduler, options.cache)?;
+        let rows = options.scheduler.step_tokens;
+        let max_running = options.scheduler.max_running.unwrap_or(options.cache.max_sequences());
+        let attention = match &mut self.model {
+            Model::Gpu(model) => {
+                let attention = GpuAttention::new(model, options.cache, rows, rows.min(max_running))?;
+                Attention::Gpu(model, Box::new(attention))
+            }
+            Model::Cpu(model) => Attention::Cpu(model, Box::new(CpuAttention::new(model, options.cache))),
+        };
+        Ok(Session {
+            attention,
+            scheduler,
+            options,
+            requests: HashMap::new(),
+            results: Vec::new(),
+            tops: Vec::new(),
+            elapsed: Duration::ZERO,
+        })
+    }
+
+    /// Runs `prompts` to their ends; `on_event` sees every token as it is chosen. Outcomes come by prompt and sample.
+    ///
+    /// # Errors
+    /// As [`session`](Self::session), [`RunError::Request`] for a prompt that can never fit, and a device's failure.
+    pub fn run(
+        &mut self,
+        prompts: &[Prompt],
+        options: SessionOptions,
+        mut on_event: impl FnMut(&Event),
+    ) -> Result<(Vec<Outcome>, SessionStats), RunError> {
+        let mut session = self.session(options)?;
+        for prompt in prompts {
+            session.add(prompt)?;
+        }
+        let mut outcomes = BTreeMap::new();
+        let mut events = Vec::new();
+        while session.step(&mut events)? {
+            for event in events.drain(..) {
+                on_event(&event);
+                let (Event::Token { prompt, sample, .. } | Event::Finished { prompt, sample, .. }) = event;
+                let outcome =
+                    outcomes.entry((prompt, sample)).or_insert_with(|| Outcome::new(prompt, sample));
+                outcome.take(event);
+            }
+        }
+        Ok((outcomes.into_values().collect(), session.stats()))
+    }
+}
+
+impl Outcome {
+    /// A sample that has no token yet.
+    pub fn new(prompt: u32, sample: u32) -> Self {
+        let (tokens, top_logits, reason) = (Vec::new(), Vec::new(), FinishReason::Aborted);
+        Self { prompt, sample, tokens, top_logits, reason, preemptions: 0 }
+    }
+
+    /// Adds what an event of this sample says.
+    pub fn take(&mut self, event: Event) {
+        match event {
+            Event::Token { token, top_logits, .. } => {
+                self.tokens.push(token);
+                self.top_logits.extend(top_logits);
+            }
+            Event::Finished { reason, preemptions, .. } => {
+                self.reason = reason;
+                self.preemptions = preemptions;
+            }
+        }
+    }
+}
+
+/// One pool, its scheduler, and the prompts in it.
+pub struct Session<'a> {
+    attention: Attention<'a>,
+    scheduler: Scheduler,
+    options: SessionOptions,
+    requests: HashMap<RequestId, RequestState>,
+    results: Vec<RowResult>,
+    tops: Vec<(SequenceId, TopLogits)>,
+    elapsed: Duration,
+}
+
+enum Attention<'a> {
+    Gpu(&'a mut GpuModel, Box<GpuAttention>),
+    Cpu(&'a CpuModel, Box<CpuAttention>),
+}
+
+/// What the session remembers of a request.
+struct RequestState {
+    prompt: u32,
+    first_sample: u32,
+    input_len: u32,
+    forced_tokens: Vec<TokenId>,
+}
+
+impl Session<'_> {
+    /// Adds a prompt; its sequences are `id.sample(0..samples)`.
+    ///
+    /// # Errors
+    /// [`RunError::Request`] if it can never fit.
+    pub fn add(&mut self, prompt: &Prompt) -> Result<RequestId, RunError> {
+        let id = self.scheduler.add(request(prompt))?;
+        self.remember(id, prompt, prompt.tokens.len());
+        Ok(id)
+    }
+
+    /// Goes on with a sequence that was kept: the prompt's tokens are appended to it.
+    ///
+    /// # Errors
+    /// [`RunError::Request`] if the sequence is not kept, or would become too long.
+    pub fn extend(&mut self, sequence: SequenceId, prompt: &Prompt) -> Result<(), RunError> {
+        let before = self.scheduler.tokens(sequence).map_or(0, <[TokenId]>::len);
+        self.scheduler.extend(sequence, request(prompt))?;
+        self.remember(sequence.request(), prompt, before + prompt.tokens.len());
+        Ok(())
+    }
+
+    fn remember(&mut self, id: RequestId, prompt: &Prompt, input_len: usize) {
+        let state = RequestState {
+            prompt: prompt.index,
+            first_sample: prompt.first_sample,
+            input_len: input_len as u32,
+            forced_tokens: prompt.forced_tokens.clone(),
+        };
+        self.requests.insert(id, state);
+    }
+
+    /// Runs one step and appends what happened to `events`. Returns false when nothing is left to do.
+    ///
+    /// # Errors
+    /// A device's failure; [`RunError::Stuck`] if requests wait for what will never come.
+    pub fn step(&mut self, events: &mut Vec<Event>) -> Result<bool, RunError> {
+        let start = Instant::now();
+        let plan = match self.scheduler.schedule() {
+            Schedule::Step(plan) => plan,
+            Schedule::Waiting(reason) => return Err(RunError::Stuck { reason }),
+            Schedule::Idle => return Ok(false),
+        };
+        self.compute(&plan)?;
+        for event in self.scheduler.commit(plan, &self.results)? {
+            events.extend(translate(event, &self.requests, &mut self.tops));
+        }
+        self.elapsed += start.elapsed();
+        Ok(true)
+    }
+
+    /// Runs the plan and chooses a token for each of its logit rows.
+    fn compute(&mut self, plan: &StepPlan) -> Result<(), RunError> {
+        let Self { options, requests, results, tops, .. } = self;
+        results.clear();
+        results.resize(plan.logit_rows().len(), RowResult::Invalid);
+        tops.clear();
+        let take = |entry: usize, logits: &[f32]| {
+            let row = &plan.logit_rows()[entry];
+            let Some(request) = requests.get(&row.sequence.request()) else { return };
+            let key = SampleKey {
+                prompt: request.prompt,
+                sample: request.first_sample + row.sequence.sample(),
+                position: row.next_position,
+            };
+            let generated = row.next_position.saturating_sub(request.input_len) as usize;
+            let chosen = options.sampler.choose(logits, key);
+            if let Some(token) = chosen {
+                let token = request.forced_tokens.get(generated).copied().unwrap_or(token);
+                results[entry] = RowResult::Token(token);
+            }
+            if options.top_logits > 0 {
+                tops.push((row.sequence, TopLogits::of(logits, options.top_logits)));
+            }
+        };
+        match &mut self.attention {
+            Attention::Gpu(model, attention) => attention.step(model, plan, take),
+            Attention::Cpu(model, attention) => attention.step(model, plan, take),
+        }
+    }
+
+    /// Counters so far.
+    pub fn stats(&self) -> SessionStats {
+        SessionStats { scheduler: self.scheduler.stats(), elapsed: self.elapsed }
+    }
+
+    /// The scheduler, for what a session does not offer.
+    pub fn scheduler(&self) -> &Scheduler {
+        &self.scheduler
+    }
+}
+
+impl std::fmt::Debug for Session<'_> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Session").field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+fn request(prompt: &Prompt) -> Request {
+    Request::new(prompt.tokens.clone())
+        .max_new_tokens(prompt.max_new_tokens)
+        .samples(prompt.samples)
+        .stop_tokens(&prompt.stop_tokens)
+        .keep(prompt.keep)
+}
+
+/// The scheduler's event in terms of prompts; it takes the logits that belong to a token out of `tops`.
+fn translate(
+    event: &StepEvent,
+    requests: &HashMap<RequestId, RequestState>,
+    tops: &mut Vec<(SequenceId, TopLogits)>,
+) -> Option<Event> {
+    let prompt_of = |sequence: SequenceId| requests.get(&sequence.request()).map(|request| request.prompt);
+    match *event {
+        StepEvent::Token { sequence, token } => {
+            let place = tops.iter().position(|(owner, _)| *owner == sequence);
+            let top_logits = place.map(|place| tops.swap_remove(place).1);
+            Some(Event::Token { prompt: prompt_of(sequence)?, sample: sequence.sample(), token, top_logits })
+        }
+        StepEvent::Finished { sequence, reason, preemptions } => Some(Event::Finished {
+            prompt: prompt_of(sequence)?,
+            sample: sequence.sample(),
+            reason,
+            preemptions,
+        }),
+        _ => None,
+    }
+}

@@ -1,0 +1,235 @@
+//! The model's forward pass on a GPU, but for attention.
+//!
+//! [`GpuModel`] holds the weights and the activations of one step, and records a step into the caller's compute pass:
+//! [`record_layers`](GpuModel::record_layers) leaves a gap in every layer, between the rotated queries, keys and values and
+//! the matrix behind attention, which the caller fills with the cache's own kernels. Nothing here knows a cache.
+//!
+//! ```text
+//! embed ─ residual ─┬ rms_norm ─ matmul ─ rope ─ (attention) ─ matmul ─┬ rms_norm ─ matmul, silu ─ matmul ─┬ … rms_norm ─ matmul ─ logits
+//!                   └───────────────────────────────────────── add ────┴────────────────────────── add ────┘
+//! ```
+//!
+//! Eight dispatches a layer without attention, all in one pass. Everything is f32. Buffers, bind groups and parameters are
+//! made when the model is loaded or when [`reserve`](GpuModel::reserve) asks for more rows, never by a step.
+
+mod activations;
+mod adapter;
+mod buffers;
+mod kernels;
+mod matmul;
+#[cfg(test)]
+mod tests;
+mod weights;
+
+use std::fmt;
+
+pub use adapter::{Adapters, Gpu};
+pub use buffers::GpuError;
+
+use crate::{config::Config, gguf::GgufFile};
+use activations::{Activations, logit_stride, rotated_pairs};
+use kernels::{Kernels, workgroups_of_64};
+use matmul::Tile;
+use weights::{Matrix, Uploader, Weights};
+
+/// A model on a device.
+pub struct GpuModel {
+    gpu: Gpu,
+    config: Config,
+    kernels: Kernels,
+    weights: Weights,
+    activations: Activations,
+}
+
+impl GpuModel {
+    /// Loads `file` onto `gpu`. `progress` is called with the bytes loaded so far, of
+    /// [`GgufFile::tensor_bytes`](crate::gguf::GgufFile::tensor_bytes).
+    ///
+    /// # Errors
+    /// [`GpuError::Load`] for a file that is no such model, otherwise what the device lacks.
+    pub fn load(
+        gpu: Gpu,
+        file: &mut GgufFile,
+        config: Config,
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<Self, GpuError> {
+        let mut uploader = Uploader { device: &gpu.device, file, progress, loaded_bytes: 0 };
+        let weights = uploader.weights(&config)?;
+        let kernels = Kernels::new(&gpu.device);
+        let activations = Activations::new(&gpu.device, &config, &kernels, &weights, 1, 1)?;
+        // Uploads happen with the first submission: let it be an empty one, not the first step.
+        gpu.queue.submit([]);
+        Ok(Self { gpu, config, kernels, weights, activations })
+    }
+
+    /// The device that holds the model.
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    /// The model's numbers.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Makes room for steps of up to `rows` rows of which `logit_rows` need logits. Returns whether buffers were replaced,
+    /// and with them what [`query_key_value`](Self::query_key_value) and [`attended`](Self::attended) return.
+    ///
+    /// # Errors
+    /// [`GpuError::TooLarge`] and [`GpuError::OutOfMemory`].
+    pub fn reserve(&mut self, rows: u32, logit_rows: u32) -> Result<bool, GpuError> {
+        if rows <= self.activations.rows && logit_rows <= self.activations.logit_rows {
+            return Ok(false);
+        }
+        let rows = rows.max(self.activations.rows);
+        let logit_rows = logit_rows.max(self.activations.logit_rows);
+        self.activations =
+            Activations::new(&self.gpu.device, &self.config, &self.kernels, &self.weights, rows, logit_rows)?;
+        Ok(true)
+    }
+
+    /// Queries, keys and values of a step's rows, `[rows][query_key_value_len]` f32: a row's queries, then at
+    /// [`key_start`](Config::key_start) its keys, then at [`value_start`](Config::value_start) its values.
+    pub fn query_key_value(&self) -> &wgpu::Buffer {
+        &self.activations.query_key_value
+    }
+
+    /// Where attention writes, `[rows][query_len]` f32.
+    pub fn attended(&self) -> &wgpu::Buffer {
+        &self.activations.attended
+    }
+
+    /// Uploads a step's inputs: for each row its token and position, and the rows that need logits.
+    ///
+    /// # Panics
+    /// If there are more than [`reserve`](Self::reserve) made room for.
+    pub fn write_inputs(&mut self, token_ids: &[u32], positions: &[u32], logit_rows: &[u32]) {
+        let activations = &mut self.activations;
+        assert!(token_ids.len() == positions.len(), "every row has a token and a position");
+        assert!(token_ids.len() <= activations.rows as usize, "the step has more rows than were reserved");
+        assert!(
+            logit_rows.len() <= activations.logit_rows as usize,
+            "more rows need logits than were reserved"
+        );
+        activations.inputs.write(&self.gpu.queue, [token_ids, positions, logit_rows]);
+    }
+
+    /// Records the layers for the step's first `num_rows` rows. `attend` records layer `layer`'s attention: it reads
+    /// [`query_key_value`](Self::query_key_value) and writes [`attended`](Self::attended). It may change the pass's bound
+    /// state.
+    ///
+    /// # Errors
+    /// What `attend` returns.
+    pub fn record_layers<E>(
+        &self,
+        pass: &mut wgpu::ComputePass<'_>,
+        num_rows: u32,
+        mut attend: impl FnMut(&mut wgpu::ComputePass<'_>, u32) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let bindings = &self.activations;
+        pass.set_pipeline(&self.kernels.embed.pipeline);
+        for part in &bindings.embed {
+            pass.set_bind_group(0, part, &[]);
+            pass.dispatch_workgroups(workgroups_of_64(self.config.embedding_len), num_rows, 1);
+        }
+        for ((weights, bindings), layer) in self.weights.layers.iter().zip(&bindings.layers).zip(0..) {
+            self.record_norm(pass, &bindings.attention_norm, num_rows);
+            self.record_matmul(pass, &weights.query_key_value, &bindings.query_key_value, num_rows);
+            self.record_rope(pass, num_rows);
+            attend(pass, layer)?;
+            self.record_matmul(pass, &weights.attention_output, &bindings.attention_output, num_rows);
+            self.record_norm(pass, &bindings.feed_forward_norm, num_rows);
+            self.record_matmul(pass, &weights.gate_up, &bindings.gate_up, num_rows);
+            self.record_matmul(pass, &weights.down, &bindings.down, num_rows);
+        }
+        Ok(())
+    }
+
+    /// Records the logits of the first `num_logit_rows` rows that [`write_inputs`](Self::write_inputs) named.
+    pub fn record_logits(&self, pass: &mut wgpu::ComputePass<'_>, num_logit_rows: u32) {
+        if num_logit_rows > 0 {
+            let output = self.weights.output.as_ref().unwrap_or(&self.weights.embedding);
+            self.record_norm(pass, &self.activations.output_norm, num_logit_rows);
+            self.record_matmul(pass, output, &self.activations.output, num_logit_rows);
+        }
+    }
+
+    /// Records the copy of `num_logit_rows` rows of logits to where [`read_logits`](Self::read_logits) finds them.
+    pub fn record_readback(&self, encoder: &mut wgpu::CommandEncoder, num_logit_rows: u32) {
+        let bytes = u64::from(num_logit_rows) * u64::from(logit_stride(&self.config)) * 4;
+        if bytes > 0 {
+            encoder.copy_buffer_to_buffer(&self.activations.logits, 0, &self.activations.readback, 0, bytes);
+        }
+    }
+
+    /// Waits for the last submission and hands each row of its logits, if it has any, to `row` by index.
+    ///
+    /// # Errors
+    /// [`GpuError::Lost`] if the device did not finish.
+    pub fn read_logits(&self, num_logit_rows: u32, mut row: impl FnMut(u32, &[f32])) -> Result<(), GpuError> {
+        let lost = |reason: &dyn fmt::Display| GpuError::Lost { reason: reason.to_string() };
+        let wait = || {
+            let done = self.gpu.device.poll(wgpu::PollType::wait_indefinitely());
+            done.map_err(|error| lost(&error))
+        };
+        if num_logit_rows == 0 {
+            return wait().map(drop);
+        }
+        let stride = logit_stride(&self.config) as usize;
+        let slice = self.activations.readback.slice(..u64::from(num_logit_rows) * stride as u64 * 4);
+        let (sender, receiver) = std::sync::mpsc::channel();
+        slice.map_async(wgpu::MapMode::Read, move |result| {
+            // The receiver is gone only if this function returned early with an error.
+            let _ = sender.send(result);
+        });
+        wait()?;
+        match receiver.try_recv() {
+            Ok(result) => result.map_err(|error| lost(&error))?,
+            Err(error) => return Err(lost(&error)),
+        }
+        let view = slice.get_mapped_range().map_err(|error| lost(&error))?;
+        let logits: &[f32] = bytemuck::cast_slice(&view);
+        for (index, logits) in logits.chunks_exact(stride).enumerate() {
+            row(index as u32, &logits[..self.config.vocab_len as usize]);
+        }
+        drop(view);
+        self.activations.readback.unmap();
+        Ok(())
+    }
+
+    fn record_norm(&self, pass: &mut wgpu::ComputePass<'_>, bindings: &wgpu::BindGroup, num_rows: u32) {
+        pass.set_pipeline(&self.kernels.rms_norm.pipeline);
+        pass.set_bind_group(0, bindings, &[]);
+        pass.dispatch_workgroups(num_rows, 1, 1);
+    }
+
+    fn record_rope(&self, pass: &mut wgpu::ComputePass<'_>, num_rows: u32) {
+        pass.set_pipeline(&self.kernels.rope.pipeline);
+        pass.set_bind_group(0, &self.activations.rope, &[]);
+        pass.dispatch_workgroups(workgroups_of_64(rotated_pairs(&self.config)), num_rows, 1);
+    }
+
+    fn record_matmul(
+        &self,
+        pass: &mut wgpu::ComputePass<'_>,
+        matrix: &Matrix,
+        bindings: &[wgpu::BindGroup],
+        num_rows: u32,
+    ) {
+        let tile = Tile::for_rows(num_rows, self.gpu.max_tile_rows, matrix.store);
+        pass.set_pipeline(self.kernels.matmul(&self.gpu.device, tile));
+        for (part, bindings) in matrix.parts.iter().zip(bindings) {
+            pass.set_bind_group(0, bindings, &[]);
+            pass.dispatch_workgroups(Tile::workgroups_x(part.num_groups), num_rows.div_ceil(tile.rows), 1);
+        }
+    }
+}
+
+impl fmt::Debug for GpuModel {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.debug_struct("GpuModel")
+            .field("gpu", &self.gpu)
+            .field("config", &self.config)
+            .finish_non_exhaustive()
+    }
+}

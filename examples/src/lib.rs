@@ -1,1 +1,0 @@
-//! Nothing but the examples beside this folder lives in this package.

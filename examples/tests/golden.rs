@@ -1,0 +1,381 @@
+//! The tokens of a real model, compared with those that another engine chose for the same prompts.
+//!
+//! `golden/smollm2-greedy.json` says which model, which engine, and up to which position equal tokens are due: to the
+//! first near-tie of the two best logits, or to the end of text. A *cell* is one way to run the prompts; each device has
+//! its own cells. Those marked `quick` run always, the others with `PAGED_KV_GOLDEN=all`; a cell that passed leaves a mark
+//! in the folder `PAGED_KV_GOLDEN_DONE`, if that is set, and is not run again.
+//!
+//! - `PAGED_KV_MODEL`: the model; by default `target/models/SmolLM2-135M-Instruct.Q4_1.gguf`. Without it nothing can run,
+//!   which fails if adapters are required and is said otherwise.
+//! - `PAGED_KV_REQUIRE_ADAPTERS`: adapters without which the tests fail (`lavapipe,swiftshader,gl:llvmpipe`).
+#![allow(clippy::unwrap_used)]
+
+use llama::engine::{Engine, Outcome, Prompt, SessionOptions, SessionStats};
+use llama::gguf::GgufFile;
+use llama::gpu::{Adapters, Gpu};
+use llama::sample::Sampler;
+use paged_kv::{Admission, CacheConfig, KvType, SchedulerConfig, TokenId};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::time::Instant;
+
+/// How a cell runs its prompts.
+#[derive(Clone, Copy)]
+struct Setup {
+    kv: KvType,
+    block_size: u32,
+    step_tokens: u32,
+    num_blocks: u32,
+    /// One prompt after the other instead of all at once.
+    alone: bool,
+}
+
+const BASE: Setup = Setup { kv: KvType::F32, block_size: 16, step_tokens: 64, num_blocks: 256, alone: false };
+
+struct Cell {
+    name: &'static str,
+    /// Devices on which it always runs.
+    quick: &'static [&'static str],
+    /// Devices on which it runs with `PAGED_KV_GOLDEN=all`.
+    all: &'static [&'static str],
+    run: fn(&mut Runner),
+}
+
+const GPUS: &[&str] = &["lavapipe", "swiftshader"];
+const ALL: &[&str] = &["lavapipe", "swiftshader", "cpu"];
+
+const CELLS: &[Cell] = &[
+    Cell { name: "f32, P 16, batched", quick: ALL, all: &[], run: |runner| runner.short(BASE) },
+    Cell {
+        name: "f16, P 16, batched",
+        quick: ALL,
+        all: &[],
+        run: |runner| runner.short(Setup { kv: KvType::F16, ..BASE }),
+    },
+    Cell {
+        name: "f32, P 8, alone",
+        quick: &["lavapipe"],
+        all: &["swiftshader", "cpu"],
+        run: |runner| runner.short(Setup { block_size: 8, num_blocks: 64, alone: true, ..BASE }),
+    },
+    Cell {
+        name: "f32, P 32, 7 tokens a step",
+        quick: &["cpu"],
+        all: GPUS,
+        run: |runner| runner.short(Setup { block_size: 32, num_blocks: 64, step_tokens: 7, ..BASE }),
+    },
+    Cell {
+        name: "f16, P 256, batched",
+        quick: &["swiftshader"],
+        all: &["lavapipe", "cpu"],
+        run: |runner| runner.short(Setup { kv: KvType::F16, block_size: 256, num_blocks: 12, ..BASE }),
+    },
+    Cell {
+        name: "f32, preempted",
+        quick: &["lavapipe"],
+        all: &["swiftshader", "cpu"],
+        run: Runner::preempted,
+    },
+    Cell {
+        name: "f32, 4 greedy samples",
+        quick: &["lavapipe"],
+        all: &["swiftshader", "cpu"],
+        run: Runner::greedy_samples,
+    },
+    Cell { name: "f32, 4 samples at 0.8", quick: &["cpu"], all: GPUS, run: Runner::warm_samples },
+    Cell {
+        name: "f32, the pair of 660",
+        quick: &["cpu"],
+        all: GPUS,
+        run: |runner| runner.compare(9..11, BASE),
+    },
+    Cell {
+        name: "f16, the long one",
+        quick: &[],
+        all: &["lavapipe"],
+        run: |runner| runner.compare(11..12, Setup { kv: KvType::F16, ..BASE }),
+    },
+    Cell {
+        name: "f32, smoke",
+        quick: &["gl"],
+        all: &[],
+        run: |runner| runner.compare(1..3, Setup { num_blocks: 16, ..BASE }),
+    },
+];
+
+#[test]
+fn tokens_equal_the_other_engines_on_lavapipe() {
+    run_cells("lavapipe", Some("llvmpipe"));
+}
+
+#[test]
+fn tokens_equal_the_other_engines_on_swiftshader() {
+    run_cells("swiftshader", Some("swiftshader"));
+}
+
+#[test]
+fn tokens_equal_the_other_engines_on_gl() {
+    run_cells("gl", Some("on gl"));
+}
+
+#[test]
+fn tokens_equal_the_other_engines_on_the_cpu_twins() {
+    run_cells("cpu", None);
+}
+
+/// Runs a device's cells, one device after the other: the weights take half a gigabyte.
+fn run_cells(device: &str, adapter: Option<&str>) {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let required = std::env::var("PAGED_KV_REQUIRE_ADAPTERS").unwrap_or_default();
+    let model = std::env::var_os("PAGED_KV_MODEL").map_or_else(
+        || Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/models/SmolLM2-135M-Instruct.Q4_1.gguf"),
+        PathBuf::from,
+    );
+    if !model.exists() {
+        assert!(required.is_empty(), "{} is missing: run tests/get-model", model.display());
+        println!("golden {device}: NOT RUN, {} is missing: run tests/get-model", model.display());
+        return;
+    }
+    let gpu =
+        adapter.map(|part| Adapters::find(Some(part)).best().map(|adapter| Gpu::open(adapter).unwrap()));
+    if matches!(gpu, Some(None)) {
+        assert!(!required.contains(device), "the adapter {device} is missing, and required");
+        println!("golden {device}: NOT RUN, there is no such adapter");
+        return;
+    }
+    let gpu = gpu.flatten();
+    println!("adapter: {} (golden tokens)", gpu.as_ref().map_or("CPU twins", |gpu| gpu.label.as_str()));
+    let everything = std::env::var("PAGED_KV_GOLDEN").is_ok_and(|cells| cells == "all");
+    let done = std::env::var_os("PAGED_KV_GOLDEN_DONE").map(PathBuf::from);
+    let mark = |cell: &Cell| {
+        let name: String =
+            cell.name.chars().map(|letter| if letter.is_alphanumeric() { letter } else { '-' }).collect();
+        done.as_ref().map(|folder| folder.join(format!("{device}-{name}")))
+    };
+    let due: Vec<&Cell> = CELLS
+        .iter()
+        .filter(|cell| cell.quick.contains(&device) || (everything && cell.all.contains(&device)))
+        .filter(|cell| !mark(cell).is_some_and(|mark| mark.exists()))
+        .collect();
+    let mut file = GgufFile::open(&model).unwrap();
+    let mut runner =
+        Runner { engine: Engine::load(&mut file, gpu, &mut |_| ()).unwrap(), golden: Golden::read() };
+    for cell in due {
+        let start = Instant::now();
+        (cell.run)(&mut runner);
+        println!("golden {device}: {} passed in {:.1} s", cell.name, start.elapsed().as_secs_f64());
+        if let Some(mark) = mark(cell) {
+            std::fs::write(mark, "").unwrap();
+        }
+    }
+}
+
+/// The other engine's tokens and logits.
+struct Golden {
+    prompts: Vec<Value>,
+}
+
+impl Golden {
+    fn read() -> Self {
+        let text = include_str!("golden/smollm2-greedy.json");
+        let mut file: Value = serde_json::from_str(text).unwrap();
+        let Value::Array(prompts) = file["prompts"].take() else { panic!("prompts are an array") };
+        Self { prompts }
+    }
+
+    fn ids(&self, prompt: usize, field: &str) -> Vec<TokenId> {
+        self.prompts[prompt][field].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+    }
+
+    /// Leading tokens that must be equal.
+    fn expected(&self, prompt: usize, kv: KvType) -> Vec<TokenId> {
+        let (tokens, comparable) = match kv {
+            KvType::F32 => ("token_ids_f32", "comparable_f32"),
+            _ => ("token_ids_f16", "comparable_f16"),
+        };
+        let mut tokens = self.ids(prompt, tokens);
+        tokens.truncate(self.prompts[prompt][comparable].as_u64().unwrap() as usize);
+        if let Ok(end) = usize::try_from(self.prompts[prompt]["first_end_of_text"].as_i64().unwrap()) {
+            tokens.truncate(end + 1);
+        }
+        tokens
+    }
+}
+
+struct Runner {
+    engine: Engine,
+    golden: Golden,
+}
+
+impl Runner {
+    fn prompt(&self, index: usize, max_new_tokens: usize) -> Prompt {
+        Prompt {
+            index: index as u32,
+            tokens: self.golden.ids(index, "prompt_ids"),
+            max_new_tokens: max_new_tokens.max(1) as u32,
+            samples: 1,
+            ..Prompt::default()
+        }
+    }
+
+    fn options(&self, setup: Setup, top_logits: usize) -> SessionOptions {
+        let shape = llama::attention::shape_of(self.engine.config());
+        let cache = CacheConfig::for_blocks(setup.num_blocks, &shape, setup.kv).unwrap();
+        SessionOptions {
+            cache: cache.with_block_size(setup.block_size).unwrap(),
+            scheduler: SchedulerConfig {
+                step_tokens: setup.step_tokens,
+                max_running: Some(12),
+                admission: Admission::Overcommitted { watermark_blocks: 0 },
+                ..SchedulerConfig::default()
+            },
+            sampler: Sampler { temperature: 0.0, seed: 1 },
+            top_logits,
+        }
+    }
+
+    fn run(&mut self, prompts: &[Prompt], options: SessionOptions) -> (Vec<Outcome>, SessionStats) {
+        self.engine.run(prompts, options, |_| ()).unwrap()
+    }
+
+    /// The nine prompts up to 254 tokens.
+    fn short(&mut self, setup: Setup) {
+        self.compare(0..9, setup);
+    }
+
+    fn compare(&mut self, indices: std::ops::Range<usize>, setup: Setup) {
+        let prompts: Vec<Prompt> =
+            indices.map(|index| self.prompt(index, self.golden.expected(index, setup.kv).len())).collect();
+        // The pool holds at least what the prompts need side by side.
+        let needed: u32 = prompts
+            .iter()
+            .map(|prompt| (prompt.tokens.len() as u32 + prompt.max_new_tokens).div_ceil(setup.block_size))
+            .sum();
+        let options = self.options(Setup { num_blocks: setup.num_blocks.max(needed), ..setup }, 8);
+        let outcomes = if setup.alone {
+            prompts.iter().flat_map(|prompt| self.run(std::slice::from_ref(prompt), options).0).collect()
+        } else {
+            self.run(&prompts, options).0
+        };
+        self.check(&outcomes, setup.kv);
+    }
+
+    /// Equal tokens where they are due, and at the first four positions equal logits up to 0.01 with an f32 cache.
+    fn check(&self, outcomes: &[Outcome], kv: KvType) {
+        for outcome in outcomes {
+            let index = outcome.prompt as usize;
+            let expected = self.golden.expected(index, kv);
+            assert_eq!(outcome.tokens[..expected.len()], expected, "tokens of prompt {index}, {kv} cache");
+            if kv != KvType::F32 {
+                continue;
+            }
+            let logits = self.golden.prompts[index]["logits_f32"].as_array().unwrap();
+            // A position's logits are comparable while the tokens before it are equal.
+            for (position, golden) in
+                logits.iter().enumerate().take(expected.len().min(outcome.top_logits.len()))
+            {
+                let ours = &outcome.top_logits[position];
+                for pair in golden["top5"].as_array().unwrap() {
+                    let (id, logit) = (pair[0].as_u64().unwrap() as u32, pair[1].as_f64().unwrap());
+                    let found = ours.top.iter().find(|(token, _)| *token == id);
+                    let found =
+                        f64::from(found.unwrap_or_else(|| panic!("token {id} is not among the best")).1);
+                    assert!(
+                        (found - logit).abs() <= 0.01,
+                        "logit of {id} at {position} of {index}: {found}, {logit}"
+                    );
+                }
+                for (name, value) in [("logsumexp", ours.logsumexp), ("mean", ours.mean)] {
+                    let golden = golden[name].as_f64().unwrap();
+                    assert!(
+                        (value - golden).abs() <= 0.01,
+                        "{name} at {position} of {index}: {value}, {golden}"
+                    );
+                }
+            }
+        }
+    }
+
+    /// A pool that does not hold the prompts side by side: sequences are preempted, one while its prompt is read.
+    fn preempted(&mut self) {
+        // The longest prompt arrives last, and is read in small chunks while the others grow.
+        let order = [0, 1, 2, 3, 4, 5, 6, 8, 7];
+        let prompts: Vec<Prompt> = order
+            .iter()
+            .map(|&index| self.prompt(index, self.golden.expected(index, KvType::F32).len()))
+            .collect();
+        let options = self.options(Setup { num_blocks: 36, step_tokens: 16, ..BASE }, 0);
+        let mut session = self.engine.session(options).unwrap();
+        let requests: Vec<_> = prompts.iter().map(|prompt| session.add(prompt).unwrap()).collect();
+        let mut computed = vec![0; prompts.len()];
+        let mut in_mid_prompt = 0;
+        let mut tokens = vec![Vec::new(); self.golden.prompts.len()];
+        let mut victims = 0;
+        let mut events = Vec::new();
+        while session.step(&mut events).unwrap() {
+            for event in events.drain(..) {
+                match event {
+                    llama::engine::Event::Token { prompt, token, .. } => tokens[prompt as usize].push(token),
+                    llama::engine::Event::Finished { preemptions, .. } => {
+                        victims += u32::from(preemptions > 0)
+                    }
+                }
+            }
+            for (place, &request) in requests.iter().enumerate() {
+                let now = session.scheduler().computed_tokens(request).unwrap_or(computed[place]);
+                let within_prompt = (computed[place] as usize) < prompts[place].tokens.len();
+                in_mid_prompt += u32::from(now < computed[place] && within_prompt);
+                computed[place] = now;
+            }
+        }
+        let preemptions = session.stats().scheduler.preemptions;
+        for &index in &order {
+            let expected = self.golden.expected(index, KvType::F32);
+            assert_eq!(
+                tokens[index][..expected.len()],
+                expected,
+                "tokens of prompt {index} with preemptions"
+            );
+        }
+        assert!(preemptions >= 3, "{preemptions} preemptions");
+        assert!(victims >= 2, "{victims} different victims");
+        assert!(in_mid_prompt >= 1, "nobody was preempted while its prompt was read");
+    }
+
+    /// Samples at temperature 0 are equal, share their prompt's full blocks, and copy its partial one.
+    fn greedy_samples(&mut self) {
+        // 34 and 54 tokens: two and six more than a whole number of blocks.
+        for index in [5, 8] {
+            let expected = self.golden.expected(index, KvType::F32);
+            let prompt = Prompt { samples: 4, ..self.prompt(index, expected.len()) };
+            let (outcomes, stats) = self.run(std::slice::from_ref(&prompt), self.options(BASE, 0));
+            assert_eq!(outcomes.len(), 4);
+            for outcome in &outcomes {
+                assert_eq!(outcome.tokens, expected, "sample {} of prompt {index}", outcome.sample);
+            }
+            let (length, new) = (prompt.tokens.len() as u32, prompt.max_new_tokens);
+            let full = length / 16;
+            let cache = stats.scheduler.cache;
+            assert_eq!(cache.held_blocks_peak, full + 4 * ((length + new - 1).div_ceil(16) - full));
+            assert_eq!(cache.block_copies, if length % 16 == 0 { 0 } else { 3 });
+        }
+    }
+
+    /// A sample at temperature 0.8 is the same among others and alone.
+    fn warm_samples(&mut self) {
+        let mut options = self.options(BASE, 0);
+        options.sampler = Sampler { temperature: 0.8, seed: 7 };
+        let prompt = Prompt { samples: 4, ..self.prompt(1, 24) };
+        let (together, _) = self.run(std::slice::from_ref(&prompt), options);
+        assert_eq!(together.len(), 4);
+        let distinct: std::collections::HashSet<_> = together.iter().map(|outcome| &outcome.tokens).collect();
+        assert!(distinct.len() > 1, "samples at 0.8 are all equal");
+        for outcome in &together {
+            let prompt = Prompt { samples: 1, first_sample: outcome.sample, ..prompt.clone() };
+            let (alone, _) = self.run(&[prompt], options);
+            assert_eq!(alone[0].tokens, outcome.tokens, "sample {} alone", outcome.sample);
+        }
+    }
+}

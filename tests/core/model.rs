@@ -1,0 +1,611 @@
+//! A naive model of the scheduler: it keeps every token of every sequence and knows nothing of blocks.
+//!
+//! The simulated device tells what each row sees; the next token is a pure function of that and of the sample's number.
+//! The model computes the same function over the tokens it keeps itself, so a run with preemptions, copies, forks and
+//! dropped plans must produce the very tokens that a run without any of them produces.
+
+use crate::simulated_device::{SimulatedDevice, history, then};
+use paged_kv::{
+    Admission, CacheConfig, CommitError, FinishReason, Request, RequestError, RequestId, RowResult, Schedule,
+    Scheduler, SchedulerConfig, SequenceId, StepEvent, StepPlan,
+};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// The token that follows a history in a sample: small numbers, so that stop tokens are met.
+pub(crate) fn answer(history: u64, sample: u32) -> u32 {
+    ((then(history, sample) >> 33) % 16) as u32
+}
+
+/// How a request goes on from its first tokens.
+#[derive(Clone, Debug)]
+pub(crate) struct Turn {
+    /// New tokens; their values follow from `seed`.
+    pub(crate) len: u32,
+    pub(crate) seed: u32,
+    pub(crate) max_new: Option<u32>,
+    pub(crate) samples: u32,
+    pub(crate) keep: bool,
+    pub(crate) stops: bool,
+}
+
+impl Turn {
+    fn tokens(&self) -> Vec<u32> {
+        (0..self.len).map(|index| answer(u64::from(self.seed), index)).collect()
+    }
+
+    fn stop_tokens(&self) -> &'static [u32] {
+        if self.stops { &[3, 11] } else { &[] }
+    }
+
+    fn request(&self) -> Request {
+        let request = Request::new(self.tokens()).stop_tokens(self.stop_tokens());
+        let request = request.samples(self.samples).keep(self.keep);
+        match self.max_new {
+            Some(max_new) => request.max_new_tokens(max_new),
+            None => request,
+        }
+    }
+}
+
+/// One sequence, or the samples of a request until they part.
+#[derive(Clone, Debug)]
+struct Chat {
+    tokens: Vec<u32>,
+    max_len: usize,
+    to_context_end: bool,
+    stops: &'static [u32],
+    keep: bool,
+    kept: bool,
+    /// Samples that have not parted; empty once they have.
+    samples: Vec<u32>,
+    drafts: Vec<u32>,
+    /// What waits for the outstanding step to end.
+    cut: Option<usize>,
+    aborting: bool,
+    dead: Vec<u32>,
+}
+
+impl Chat {
+    /// Appends a token; returns why the sequence ends with it, if it does.
+    fn push(&mut self, token: u32) -> Option<FinishReason> {
+        self.tokens.push(token);
+        if self.stops.contains(&token) {
+            return Some(FinishReason::Stop);
+        }
+        (self.tokens.len() >= self.max_len).then(|| self.full())
+    }
+
+    fn full(&self) -> FinishReason {
+        if self.to_context_end { FinishReason::ContextFull } else { FinishReason::MaxTokens }
+    }
+}
+
+#[derive(Debug)]
+struct Outstanding {
+    plan: StepPlan,
+    seen: Option<Vec<u64>>,
+}
+
+/// What a commit said about one sequence.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Told {
+    tokens: Vec<u32>,
+    end: Option<FinishReason>,
+}
+
+/// How often a history came to what is hard to reach.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Reached {
+    pub(crate) preemptions: u64,
+    pub(crate) reclaimed: u64,
+    pub(crate) copies: u64,
+    pub(crate) accepted_drafts: u64,
+    pub(crate) late_cuts: u64,
+    pub(crate) promises_refused: u64,
+}
+
+impl Reached {
+    pub(crate) fn plus(self, other: Self) -> Self {
+        Self {
+            preemptions: self.preemptions + other.preemptions,
+            reclaimed: self.reclaimed + other.reclaimed,
+            copies: self.copies + other.copies,
+            accepted_drafts: self.accepted_drafts + other.accepted_drafts,
+            late_cuts: self.late_cuts + other.late_cuts,
+            promises_refused: self.promises_refused + other.promises_refused,
+        }
+    }
+}
+
+/// Scheduler, simulated device and model side by side.
+#[derive(Debug)]
+pub(crate) struct World {
+    scheduler: Scheduler,
+    config: SchedulerConfig,
+    cache: CacheConfig,
+    device: SimulatedDevice,
+    chats: BTreeMap<SequenceId, Chat>,
+    plan: Option<Outstanding>,
+    /// A step was planned and neither committed nor rolled back yet, whether its plan still exists or not.
+    in_step: bool,
+    /// Sequences whose logits the outstanding step wants.
+    with_logits: BTreeSet<SequenceId>,
+    generated: u64,
+    pub(crate) reached: Reached,
+}
+
+impl World {
+    pub(crate) fn new(config: SchedulerConfig, cache: CacheConfig) -> Self {
+        Self {
+            scheduler: Scheduler::new(config, cache).unwrap(),
+            config,
+            cache,
+            device: SimulatedDevice::new(&cache),
+            chats: BTreeMap::new(),
+            plan: None,
+            in_step: false,
+            with_logits: BTreeSet::new(),
+            generated: 0,
+            reached: Reached::default(),
+        }
+    }
+
+    /// Compares everything that can be compared between operations.
+    pub(crate) fn check(&mut self) {
+        self.scheduler.assert_consistent();
+        for (&id, chat) in &self.chats {
+            assert_eq!(self.scheduler.tokens(id), Some(&chat.tokens[..]), "tokens of {id:?}");
+        }
+        let stats = self.scheduler.stats();
+        assert_eq!((stats.running + stats.waiting + stats.kept) as usize, self.chats.len(), "sequences");
+        assert_eq!(stats.generated_tokens, self.generated);
+        if self.config.admission == Admission::Guaranteed {
+            assert_eq!(stats.preemptions, 0, "I8: guaranteed sequences are not preempted");
+        }
+        self.reached.preemptions = stats.preemptions;
+        self.reached.reclaimed = stats.reclaimed;
+        self.reached.copies = stats.cache.block_copies;
+    }
+
+    fn pick(&self, index: usize) -> Option<SequenceId> {
+        self.chats.keys().copied().nth(index % self.chats.len().max(1))
+    }
+
+    fn limit(&self, len: usize, max_new: Option<u32>) -> usize {
+        let pool = self.cache.num_blocks() * self.cache.block_size();
+        match max_new {
+            Some(max_new) => len + max_new as usize,
+            None => (self.cache.max_sequence_tokens().min(pool) as usize).max(len),
+        }
+    }
+
+    fn chat(&self, tokens: Vec<u32>, turn: &Turn, samples: Vec<u32>) -> Chat {
+        Chat {
+            max_len: self.limit(tokens.len(), turn.max_new),
+            tokens,
+            to_context_end: turn.max_new.is_none(),
+            stops: turn.stop_tokens(),
+            keep: turn.keep,
+            kept: false,
+            samples,
+            drafts: Vec::new(),
+            cut: None,
+            aborting: false,
+            dead: Vec::new(),
+        }
+    }
+
+    /// What a refused operation must leave as it was.
+    fn snapshot(&self) -> impl PartialEq + std::fmt::Debug + use<> {
+        let stats = self.scheduler.stats();
+        let queues = (stats.running, stats.waiting, stats.kept);
+        let cache = stats.cache;
+        let blocks = (cache.free_blocks, cache.shared_blocks, cache.num_tables, cache.tokens);
+        let computed: Vec<_> = self.chats.keys().map(|&id| self.scheduler.computed_tokens(id)).collect();
+        (queues, blocks, computed)
+    }
+
+    pub(crate) fn add(&mut self, turn: &Turn) -> Option<RequestId> {
+        if self.chats.len() >= 12 {
+            return None;
+        }
+        let before = self.snapshot();
+        match self.scheduler.add(turn.request()) {
+            Ok(id) => {
+                let chat = self.chat(turn.tokens(), turn, (0..turn.samples).collect());
+                self.chats.insert(id.sample(0), chat);
+                Some(id)
+            }
+            Err(error) => {
+                assert_eq!(self.snapshot(), before, "{error}");
+                let most = self.limit(turn.len as usize, turn.max_new);
+                let fits = most <= self.cache.max_sequence_tokens() as usize
+                    && turn.samples as usize * most.div_ceil(self.cache.block_size() as usize)
+                        <= self.cache.num_blocks() as usize;
+                let running = self.config.max_running.unwrap_or(self.cache.max_sequences());
+                assert!(!fits || turn.samples > running || turn.len == 0, "{error} though it fits");
+                None
+            }
+        }
+    }
+
+    pub(crate) fn fork(&mut self, index: usize, at: usize, turn: &Turn) {
+        let Some(parent) = self.pick(index).filter(|_| self.chats.len() < 12) else { return };
+        let at = at % (self.chats[&parent].tokens.len() + 2);
+        let before = self.snapshot();
+        match self.scheduler.fork(parent, at, turn.request()) {
+            Ok(id) => {
+                let mut tokens = self.chats[&parent].tokens[..at].to_vec();
+                tokens.extend(turn.tokens());
+                let chat = self.chat(tokens, turn, (0..turn.samples).collect());
+                self.chats.insert(id.sample(0), chat);
+            }
+            Err(error) => {
+                assert_eq!(self.snapshot(), before, "{error}");
+                if let RequestError::PromiseExceeded { needed, available } = error {
+                    self.reached.promises_refused += 1;
+                    assert!(needed > available && self.config.admission == Admission::Guaranteed);
+                }
+            }
+        }
+    }
+
+    pub(crate) fn extend(&mut self, index: usize, turn: &Turn) {
+        let kept: Vec<SequenceId> =
+            self.chats.iter().filter(|(_, chat)| chat.kept).map(|(&id, _)| id).collect();
+        let Some(&id) = kept.get(index % kept.len().max(1)) else { return };
+        let turn = Turn { samples: 1, ..turn.clone() };
+        let before = self.snapshot();
+        match self.scheduler.extend(id, turn.request()) {
+            Ok(()) => {
+                let mut tokens = self.chats[&id].tokens.clone();
+                tokens.extend(turn.tokens());
+                let chat = self.chat(tokens, &turn, Vec::new());
+                self.chats.insert(id, chat);
+            }
+            Err(error) => assert_eq!(self.snapshot(), before, "{error}"),
+        }
+    }
+
+    pub(crate) fn truncate(&mut self, index: usize, len: usize) {
+        let Some(id) = self.pick(index) else { return };
+        let old = self.chats[&id].tokens.len();
+        let len = len % (old + 2);
+        let before = self.snapshot();
+        match self.scheduler.truncate(id, len) {
+            Ok(()) => {
+                let now = self.scheduler.tokens(id).unwrap().len();
+                let chat = self.chats.get_mut(&id).unwrap();
+                if self.with_logits.contains(&id) || now != len {
+                    assert!(self.in_step && now == old, "only a sequence of the step is cut later");
+                    self.reached.late_cuts += 1;
+                    chat.cut = Some(chat.cut.map_or(len, |earlier| earlier.min(len)));
+                } else {
+                    chat.tokens.truncate(len);
+                }
+                chat.drafts.clear();
+            }
+            Err(error) => {
+                assert_eq!(self.snapshot(), before, "{error}");
+                let refused =
+                    matches!(error, RequestError::PromiseExceeded { .. } | RequestError::NeverFits { .. })
+                        && self.config.admission == Admission::Guaranteed;
+                assert!(refused || len == 0 || len > old, "{error}");
+            }
+        }
+    }
+
+    /// Proposes `num` drafts, the first `right` of them as the sequence will go on.
+    pub(crate) fn propose(&mut self, index: usize, num: u32, right: u32) {
+        let Some(id) = self.pick(index) else { return };
+        let chat = self.chats.get_mut(&id).unwrap();
+        let mut hash = history(&chat.tokens);
+        let drafts: Vec<u32> = (0..num)
+            .map(|place| {
+                let token = answer(hash, id.sample()) + 16 * u32::from(place >= right);
+                hash = then(hash, token);
+                token
+            })
+            .collect();
+        match self.scheduler.propose(id, &drafts) {
+            Ok(()) => chat.drafts = drafts,
+            Err(error) => assert!(matches!(error, RequestError::TooManyDrafts { .. }), "{error}"),
+        }
+    }
+
+    pub(crate) fn abort(&mut self, index: usize) {
+        let Some(request) = self.pick(index).map(SequenceId::request) else { return };
+        let ids: Vec<SequenceId> = self.chats.keys().copied().filter(|id| id.request() == request).collect();
+        let fresh = ids.iter().any(|id| !self.chats[id].aborting);
+        assert_eq!(self.scheduler.abort(request), fresh);
+        for id in ids {
+            self.aborted(id);
+        }
+        assert!(!self.scheduler.abort(request), "aborting twice ends nothing");
+    }
+
+    pub(crate) fn abort_sample(&mut self, index: usize, sample: u32) {
+        let Some(id) = self.pick(index) else { return };
+        let chat = self.chats.get_mut(&id).unwrap();
+        if chat.samples.is_empty() {
+            let fresh = !chat.aborting;
+            assert_eq!(self.scheduler.abort_sequence(id), fresh);
+            self.aborted(id);
+            return;
+        }
+        let sample = chat.samples[sample as usize % chat.samples.len()];
+        let fresh = !chat.dead.contains(&sample) && !chat.aborting;
+        assert_eq!(self.scheduler.abort_sequence(id.request().sample(sample)), fresh);
+        assert!(!self.scheduler.abort_sequence(id.request().sample(sample)), "aborting twice ends nothing");
+        if !fresh {
+            return;
+        }
+        // Whether a sequence without logits is in the step cannot be seen from here; `commit` accepts both.
+        if self.in_step {
+            chat.dead.push(sample);
+        } else {
+            chat.samples.retain(|&other| other != sample);
+        }
+        let alive = chat.samples.iter().find(|sample| !chat.dead.contains(sample));
+        let name = id.request().sample(alive.copied().unwrap_or(id.sample()));
+        if self.scheduler.tokens(name).is_none() {
+            self.chats.remove(&id);
+        } else if name != id {
+            // The others go by the first one that lives.
+            assert_eq!(self.scheduler.tokens(id), None);
+            let chat = self.chats.remove(&id).unwrap();
+            self.chats.insert(name, chat);
+            if self.with_logits.remove(&id) {
+                self.with_logits.insert(name);
+            }
+        }
+    }
+
+    fn aborted(&mut self, id: SequenceId) {
+        if self.scheduler.tokens(id).is_none() {
+            self.chats.remove(&id);
+        } else {
+            assert!(self.in_step, "only a sequence of the step is aborted later");
+            self.chats.get_mut(&id).unwrap().aborting = true;
+        }
+    }
+
+    /// What waited for the step takes effect.
+    fn settle(&mut self) {
+        self.in_step = false;
+        self.with_logits.clear();
+        self.chats.retain(|_, chat| {
+            let dead = std::mem::take(&mut chat.dead);
+            let grouped = !chat.samples.is_empty();
+            chat.samples.retain(|sample| !dead.contains(sample));
+            if let Some(len) = chat.cut.take() {
+                chat.tokens.truncate(len);
+            }
+            !chat.aborting && (!grouped || !chat.samples.is_empty())
+        });
+    }
+
+    /// Plans a step; an outstanding one is rolled back. Returns whether there is one.
+    pub(crate) fn schedule(&mut self) -> bool {
+        let stale = self.plan.take();
+        let before = (!self.in_step).then(|| self.scheduler.stats());
+        let planned = self.scheduler.schedule();
+        self.settle();
+        if let Some(stale) = stale {
+            let results = vec![RowResult::Token(0); stale.plan.logit_rows().len()];
+            let step = stale.plan.step();
+            assert_eq!(
+                self.scheduler.commit(stale.plan, &results).unwrap_err(),
+                CommitError::StalePlan { step }
+            );
+        }
+        let plan = match planned {
+            Schedule::Step(plan) => plan,
+            Schedule::Idle => {
+                assert!(self.chats.values().all(|chat| chat.kept), "idle while a sequence waits or runs");
+                return false;
+            }
+            Schedule::Waiting(reason) => panic!("I9: nothing is computed: {reason:?}\n{:#?}", self.scheduler),
+        };
+        assert!(plan.num_rows() <= self.config.step_tokens, "I13: {} rows", plan.num_rows());
+        let work = plan.work();
+        assert!(work <= self.config.step_work_budget || plan.num_rows() == 1, "I13: {work} of work");
+        if let Some(before) = before {
+            let after = self.scheduler.stats();
+            let preempted = after.preemptions - before.preemptions;
+            if preempted > 0 {
+                assert_eq!(u64::from(after.waiting), u64::from(before.waiting) + preempted, "I9: admitted");
+            }
+        }
+        for row in plan.logit_rows() {
+            let id = self.chat_of(row.sequence);
+            let chat = &self.chats[&id];
+            let drafts = &plan.token_ids()[row.row as usize + 1..][..row.num_rows as usize - 1];
+            assert!(chat.drafts.starts_with(drafts), "drafts of {id:?}");
+            self.with_logits.insert(id);
+        }
+        self.in_step = true;
+        self.plan = Some(Outstanding { plan, seen: None });
+        true
+    }
+
+    /// The key of the chat that a sample belongs to.
+    fn chat_of(&self, sample: SequenceId) -> SequenceId {
+        let mut groups = self.chats.iter().filter(|(id, _)| id.request() == sample.request());
+        groups.find(|(_, chat)| chat.samples.contains(&sample.sample())).map_or(sample, |(&id, _)| id)
+    }
+
+    /// The outstanding plan runs on the device.
+    pub(crate) fn run(&mut self) {
+        if let Some(outstanding) = &mut self.plan {
+            outstanding.seen.get_or_insert_with(|| self.device.run(&outstanding.plan));
+        }
+    }
+
+    /// The outstanding plan is dropped, or lost to a commit that fails.
+    pub(crate) fn drop_plan(&mut self, by_mistake: bool) {
+        let Some(Outstanding { plan, .. }) = self.plan.take() else { return };
+        if by_mistake {
+            let expected = plan.logit_rows().len();
+            let error = self.scheduler.commit(plan, &vec![RowResult::Token(1); expected + 1]).unwrap_err();
+            assert_eq!(error, CommitError::ResultCount { expected, actual: expected + 1 });
+        }
+    }
+
+    /// Runs and commits the outstanding plan. `choice` decides how many right drafts are accepted; the `invalid`-th
+    /// logit row is useless.
+    pub(crate) fn commit(&mut self, choice: u32, invalid: Option<usize>) {
+        self.run();
+        let Some(Outstanding { plan, seen: Some(seen) }) = self.plan.take() else { return };
+        let mut results = Vec::new();
+        let mut expected: BTreeMap<SequenceId, Told> = BTreeMap::new();
+        let mut parted: BTreeMap<SequenceId, Chat> = BTreeMap::new();
+        for (index, row) in plan.logit_rows().iter().enumerate() {
+            let id = self.chat_of(row.sequence);
+            let mut chat = self.chats[&id].clone();
+            assert_eq!(row.next_position as usize, chat.tokens.len());
+            let drafts = &plan.token_ids()[row.row as usize + 1..][..row.num_rows as usize - 1];
+            let mut hash = history(&chat.tokens);
+            let mut right = Vec::new();
+            assert_eq!(seen[row.row as usize], hash, "what {:?} sees", row.sequence);
+            for (&draft, &seen) in drafts.iter().zip(&seen[row.row as usize + 1..]) {
+                if answer(hash, row.sequence.sample()) != draft {
+                    break;
+                }
+                hash = then(hash, draft);
+                assert_eq!(seen, hash, "what a draft of {:?} sees", row.sequence);
+                right.push(draft);
+            }
+            right.truncate(choice as usize % (right.len() + 1));
+            let accepted = right.len() as u32;
+            self.reached.accepted_drafts += u64::from(accepted);
+            let next = answer(seen[(row.row + accepted) as usize], row.sequence.sample());
+            let result = match (invalid == Some(index), accepted) {
+                (true, _) => RowResult::Invalid,
+                (_, 0) if choice.is_multiple_of(2) => RowResult::Token(next),
+                _ => RowResult::Accepted { rows: accepted, next },
+            };
+            results.push(result);
+            let mut told = Told::default();
+            if chat.aborting || chat.dead.contains(&row.sequence.sample()) {
+                told.end = Some(FinishReason::Aborted);
+            } else if result == RowResult::Invalid {
+                told.end = Some(FinishReason::Invalid);
+            } else {
+                for token in right.into_iter().chain([next]) {
+                    told.tokens.push(token);
+                    told.end = chat.push(token);
+                    if told.end.is_some() {
+                        break;
+                    }
+                }
+            }
+            self.generated += told.tokens.len() as u64;
+            chat.samples.clear();
+            chat.dead.clear();
+            chat.drafts.clear();
+            if row.sequence != id {
+                chat.cut = None;
+            }
+            chat.kept = chat.keep && told.end.is_some();
+            let gone = matches!(told.end, Some(FinishReason::Aborted | FinishReason::Invalid));
+            if !gone && (told.end.is_none() || chat.keep) {
+                parted.insert(row.sequence, chat);
+            }
+            expected.insert(row.sequence, told);
+        }
+        for id in std::mem::take(&mut self.with_logits) {
+            self.chats.remove(&id);
+        }
+        self.chats.extend(parted);
+        self.compare(plan, &results, expected);
+        self.settle();
+    }
+
+    /// Commits, and checks what is said about every sequence.
+    fn compare(&mut self, plan: StepPlan, results: &[RowResult], expected: BTreeMap<SequenceId, Told>) {
+        let mut told: BTreeMap<SequenceId, Told> = BTreeMap::new();
+        for &event in self.scheduler.commit(plan, results).unwrap() {
+            match event {
+                StepEvent::Token { sequence, token } => {
+                    let told = told.entry(sequence).or_default();
+                    assert_eq!(told.end, None, "{sequence:?} goes on after its end");
+                    told.tokens.push(token);
+                }
+                StepEvent::Finished { sequence, reason, preemptions } => {
+                    assert!(preemptions <= self.config.max_preemptions, "I9: {preemptions} preemptions");
+                    let end = told.entry(sequence).or_default().end.replace(reason);
+                    assert_eq!(end, None, "{sequence:?} ends twice");
+                }
+                _ => unreachable!("no other events exist"),
+            }
+        }
+        for (id, expected) in &expected {
+            assert_eq!(told.remove(id).as_ref(), Some(expected), "{id:?}");
+        }
+        for id in self.chats.keys().copied().collect::<Vec<_>>() {
+            self.end_without_logits(id, &mut told);
+        }
+        assert!(told.is_empty(), "events of sequences that do not exist: {told:?}");
+    }
+
+    /// Sequences without logits end when they were aborted, or when they had nothing to generate.
+    fn end_without_logits(&mut self, id: SequenceId, told: &mut BTreeMap<SequenceId, Told>) {
+        let chat = &self.chats[&id];
+        let (alive, dead): (Vec<u32>, Vec<u32>) = match &chat.samples[..] {
+            [] => (vec![id.sample()], Vec::new()),
+            samples => samples.iter().partition(|sample| !chat.dead.contains(sample)),
+        };
+        let mut end = |sample: &u32| {
+            let told = told.remove(&id.request().sample(*sample))?;
+            assert!(told.tokens.is_empty(), "{id:?} has tokens that nobody chose");
+            told.end
+        };
+        assert!(dead.iter().filter_map(&mut end).all(|reason| reason == FinishReason::Aborted));
+        let ends: Vec<FinishReason> = alive.iter().filter_map(&mut end).collect();
+        let expected = if chat.aborting { FinishReason::Aborted } else { chat.full() };
+        assert!(ends.iter().all(|&reason| reason == expected), "{id:?} ends with {ends:?}");
+        assert!(!chat.aborting || ends.len() == alive.len(), "{id:?} was aborted and not told so");
+        if chat.aborting || ends.is_empty() {
+            return;
+        }
+        assert_eq!(chat.tokens.len(), chat.max_len, "{id:?} ends early");
+        assert_eq!(ends.len(), alive.len(), "samples that generate nothing end together");
+        let chat = self.chats.remove(&id).unwrap();
+        for sample in alive.into_iter().filter(|_| chat.keep) {
+            let cut = chat.cut.filter(|_| sample == id.sample());
+            let own = Chat { samples: Vec::new(), dead: Vec::new(), kept: true, cut, ..chat.clone() };
+            self.chats.insert(id.request().sample(sample), own);
+        }
+    }
+
+    /// Runs to the end, then drops what was kept: everything must finish, within a bounded number of steps, and every
+    /// block must return.
+    pub(crate) fn finish(mut self) -> Reached {
+        self.plan = None;
+        let most: usize = self.chats.values().map(|chat| chat.max_len * chat.samples.len().max(1)).sum();
+        let bound = most * (self.config.max_preemptions as usize + 3) + 100;
+        for step in 0.. {
+            assert!(step < bound, "no end after {bound} steps");
+            if !self.schedule() {
+                break;
+            }
+            self.check_planned();
+            self.commit(0, None);
+            self.check();
+        }
+        for id in self.chats.keys().copied().collect::<Vec<_>>() {
+            assert!(self.scheduler.abort_sequence(id));
+        }
+        self.scheduler.assert_consistent();
+        let stats = self.scheduler.stats();
+        assert_eq!((stats.running, stats.waiting, stats.kept), (0, 0, 0));
+        assert_eq!((stats.cache.free_blocks, stats.cache.num_tables), (self.cache.num_blocks(), 0), "leaked");
+        self.reached
+    }
+
+    /// Between planning and commit the scheduler must be sound, too.
+    pub(crate) fn check_planned(&self) {
+        self.scheduler.assert_consistent();
+    }
+}

@@ -1,0 +1,216 @@
+//! Random operations on the scheduler and on the cache alone, against models that keep every token.
+//!
+//! The number of operations in all is 100,000, or what `PAGED_KV_MODEL_OPERATIONS` says. A failing case is shrunk and
+//! printed; proptest's own environment variables (`PROPTEST_RNG_SEED` among them) apply.
+
+use crate::cache_model::{CacheOperation, CacheWorld, cache_operations};
+use crate::model::{Reached, Turn, World};
+use paged_kv::{Admission, CacheConfig, KvType, ModelShape, SchedulerConfig};
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestRunner};
+use std::cell::Cell;
+
+/// Operations in a random history, on average.
+const HISTORY: usize = 100;
+
+#[derive(Clone, Debug)]
+enum Operation {
+    Add(Turn),
+    Fork {
+        parent: usize,
+        at: usize,
+        turn: Turn,
+    },
+    Extend {
+        index: usize,
+        turn: Turn,
+    },
+    Truncate {
+        index: usize,
+        len: usize,
+    },
+    Propose {
+        index: usize,
+        num: u32,
+        right: u32,
+    },
+    Abort(usize),
+    AbortSample {
+        index: usize,
+        sample: u32,
+    },
+    Schedule,
+    Run,
+    Drop {
+        by_mistake: bool,
+    },
+    Commit {
+        choice: u32,
+        invalid: Option<usize>,
+    },
+    /// The common case; with drafts for every sequence, all of them right but perhaps the last.
+    Step {
+        choice: u32,
+        drafts: u32,
+    },
+}
+
+fn turns() -> impl Strategy<Value = Turn> {
+    let max_new = prop_oneof![1 => Just(None), 8 => (0..24u32).prop_map(Some)];
+    let samples = prop_oneof![4 => Just(1), 2 => 2..5u32];
+    let len = prop_oneof![1 => Just(0), 3 => 1..6u32, 4 => 1..24u32];
+    (len, any::<u32>(), max_new, samples, any::<bool>(), any::<bool>()).prop_map(
+        |(len, seed, max_new, samples, keep, stops)| Turn { len, seed, max_new, samples, keep, stops },
+    )
+}
+
+fn operations() -> impl Strategy<Value = Operation> {
+    let index = || 0..12usize;
+    let invalid = prop_oneof![9 => Just(None), 1 => (0..4usize).prop_map(Some)];
+    prop_oneof![
+        8 => turns().prop_map(Operation::Add),
+        3 => (index(), any::<usize>(), turns())
+            .prop_map(|(parent, at, turn)| Operation::Fork { parent, at, turn }),
+        3 => (index(), turns()).prop_map(|(index, turn)| Operation::Extend { index, turn }),
+        2 => (index(), any::<usize>()).prop_map(|(index, len)| Operation::Truncate { index, len }),
+        4 => (index(), 0..6u32, 0..6u32)
+            .prop_map(|(index, num, right)| Operation::Propose { index, num, right }),
+        1 => index().prop_map(Operation::Abort),
+        1 => (index(), 0..4u32).prop_map(|(index, sample)| Operation::AbortSample { index, sample }),
+        5 => Just(Operation::Schedule),
+        1 => Just(Operation::Run),
+        1 => any::<bool>().prop_map(|by_mistake| Operation::Drop { by_mistake }),
+        4 => (any::<u32>(), invalid).prop_map(|(choice, invalid)| Operation::Commit { choice, invalid }),
+        25 => (any::<u32>(), 0..6u32).prop_map(|(choice, drafts)| Operation::Step { choice, drafts }),
+    ]
+}
+
+fn shape() -> ModelShape {
+    ModelShape { num_layers: 1, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 }
+}
+
+fn caches() -> impl Strategy<Value = CacheConfig> {
+    let blocks = prop_oneof![(Just(1u32), 6..48u32), (Just(4u32), 3..14u32), (Just(16u32), 2..6u32)];
+    (blocks, 1..9u32, prop::option::of(8..40u32)).prop_map(|((block_size, num_blocks), tables, tokens)| {
+        let config = CacheConfig::for_blocks(num_blocks, &shape(), KvType::F32).unwrap();
+        let config = config.with_block_size(block_size).unwrap().with_max_sequences(tables).unwrap();
+        match tokens {
+            Some(tokens) => config.with_max_sequence_tokens(tokens).unwrap(),
+            None => config,
+        }
+    })
+}
+
+fn schedulers() -> impl Strategy<Value = (SchedulerConfig, CacheConfig)> {
+    let admission = prop_oneof![
+        1 => Just(Admission::Guaranteed),
+        2 => (0..3u32).prop_map(|watermark_blocks| Admission::Overcommitted { watermark_blocks })
+    ];
+    let work = prop_oneof![1 => 1..200u64, 2 => Just(1 << 24)];
+    (caches(), admission, 2..32u32, work, any::<bool>(), 0..5u32, 0..4u32).prop_map(
+        |(cache, admission, step_tokens, step_work_budget, fewer, lookahead, max_preemptions)| {
+            let watermark = cache.num_blocks() - 1;
+            let admission = match admission {
+                Admission::Overcommitted { watermark_blocks } => {
+                    Admission::Overcommitted { watermark_blocks: watermark_blocks.min(watermark) }
+                }
+                guaranteed => guaranteed,
+            };
+            let max_running = fewer.then(|| cache.max_sequences().div_ceil(2));
+            let config = SchedulerConfig {
+                step_tokens,
+                step_work_budget,
+                max_running,
+                admission,
+                lookahead,
+                max_preemptions,
+            };
+            (config, cache)
+        },
+    )
+}
+
+fn apply(world: &mut World, operation: &Operation) {
+    match operation {
+        Operation::Add(turn) => drop(world.add(turn)),
+        Operation::Fork { parent, at, turn } => world.fork(*parent, *at, turn),
+        Operation::Extend { index, turn } => world.extend(*index, turn),
+        Operation::Truncate { index, len } => world.truncate(*index, *len),
+        Operation::Propose { index, num, right } => world.propose(*index, *num, *right),
+        Operation::Abort(index) => world.abort(*index),
+        Operation::AbortSample { index, sample } => world.abort_sample(*index, *sample),
+        Operation::Schedule => drop(world.schedule()),
+        Operation::Run => world.run(),
+        Operation::Drop { by_mistake } => world.drop_plan(*by_mistake),
+        Operation::Commit { choice, invalid } => world.commit(*choice, *invalid),
+        Operation::Step { choice, drafts } => {
+            for index in 0..12 {
+                world.propose(index, *drafts, *drafts - u32::from(*drafts > 2));
+            }
+            world.schedule();
+            world.check_planned();
+            world.commit(*choice, None);
+        }
+    }
+}
+
+fn total_operations() -> usize {
+    match std::env::var("PAGED_KV_MODEL_OPERATIONS") {
+        Ok(number) => number.parse().expect("PAGED_KV_MODEL_OPERATIONS is a number"),
+        Err(_) => 100_000,
+    }
+}
+
+fn runner(operations: usize) -> TestRunner {
+    let cases = operations.div_ceil(HISTORY) as u32;
+    TestRunner::new(Config {
+        cases,
+        failure_persistence: None,
+        max_shrink_iters: 20_000,
+        ..Config::default()
+    })
+}
+
+#[test]
+fn every_history_of_a_scheduler_gives_the_tokens_of_a_naive_one() {
+    let histories = (schedulers(), prop::collection::vec(operations(), 0..2 * HISTORY));
+    let mut runner = runner(total_operations() * 7 / 10);
+    let reached = Cell::new(Reached::default());
+    let result = runner.run(&histories, |((config, cache), operations)| {
+        let mut world = World::new(config, cache);
+        for operation in &operations {
+            apply(&mut world, operation);
+            world.check();
+        }
+        reached.set(reached.get().plus(world.finish()));
+        Ok(())
+    });
+    if let Err(error) = result {
+        panic!("{error}");
+    }
+    let reached = reached.get();
+    println!("{reached:?}");
+    if total_operations() >= 100_000 {
+        let Reached { preemptions, reclaimed, copies, accepted_drafts, late_cuts, promises_refused } =
+            reached;
+        let rare = [preemptions, reclaimed, copies, accepted_drafts, late_cuts, promises_refused];
+        assert!(rare.iter().all(|&times| times >= 30), "the histories are too tame: {reached:?}");
+    }
+}
+
+#[test]
+fn every_history_of_a_cache_keeps_each_table_its_own_tokens() {
+    let histories = (caches(), prop::collection::vec(cache_operations(), 0..2 * HISTORY));
+    let mut runner = runner(total_operations() * 3 / 10);
+    let result = runner.run(&histories, |(cache, operations): (CacheConfig, Vec<CacheOperation>)| {
+        let mut world = CacheWorld::new(cache);
+        for operation in &operations {
+            world.apply(operation);
+        }
+        world.finish();
+        Ok(())
+    });
+    if let Err(error) = result {
+        panic!("{error}");
+    }
+}

@@ -1,0 +1,157 @@
+//! A device that keeps, instead of keys and values, the token at each slot and a hash of everything before it.
+//!
+//! It does what a real one does with a plan and nothing else: table changes, block copies, writes through the slot
+//! mapping, then reads through its own mirror of the block tables. Since a slot's hash covers its whole history, one
+//! wrong block, slot, copy or table entry changes what some row reads.
+
+use paged_kv::{CacheConfig, PADDING_SLOT, StepPlan, TableId};
+use std::collections::HashSet;
+
+/// Hash of a sequence without tokens.
+pub(crate) const EMPTY: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// Hash of a history that goes on with `token`.
+pub(crate) fn then(history: u64, token: u32) -> u64 {
+    let mut hash = (history ^ u64::from(token).wrapping_add(1)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    hash ^= hash >> 29;
+    hash = hash.wrapping_mul(0x94d0_49bb_1331_11eb);
+    hash ^ (hash >> 32)
+}
+
+/// Hash of all of `tokens`.
+pub(crate) fn history(tokens: &[u32]) -> u64 {
+    tokens.iter().fold(EMPTY, |hash, &token| then(hash, token))
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Slot {
+    history: u64,
+    token: u32,
+}
+
+/// Slots and block tables, as the plans that ran have left them.
+#[derive(Debug)]
+pub(crate) struct SimulatedDevice {
+    block_size: u32,
+    num_blocks: u32,
+    tables: Vec<Vec<u32>>,
+    slots: Vec<Slot>,
+}
+
+impl SimulatedDevice {
+    pub(crate) fn new(config: &CacheConfig) -> Self {
+        let slots = config.num_blocks() as usize * config.block_size() as usize;
+        Self {
+            block_size: config.block_size(),
+            num_blocks: config.num_blocks(),
+            tables: vec![vec![u32::MAX; config.table_entries() as usize]; config.max_sequences() as usize],
+            slots: vec![Slot::default(); slots],
+        }
+    }
+
+    /// Runs a step. Returns, for each row, the hash of what it sees.
+    pub(crate) fn run(&mut self, plan: &StepPlan) -> Vec<u64> {
+        self.check(plan);
+        for change in plan.table_changes() {
+            let entries = &plan.changed_entries()[change.start as usize..][..change.len as usize];
+            let table = &mut self.tables[change.table_row as usize];
+            table[change.first_entry as usize..][..change.len as usize].copy_from_slice(entries);
+        }
+        let block =
+            |id: u32| id as usize * self.block_size as usize..(id as usize + 1) * self.block_size as usize;
+        for copy in plan.block_copies() {
+            let start = block(copy.destination).start;
+            self.slots.copy_within(block(copy.source), start);
+        }
+        for sequence in 0..plan.num_sequences() as usize {
+            self.write(plan, sequence);
+        }
+        (0..plan.num_sequences() as usize).flat_map(|sequence| self.read(plan, sequence)).collect()
+    }
+
+    fn write(&mut self, plan: &StepPlan, sequence: usize) {
+        let rows = plan.query_starts()[sequence] as usize..plan.query_starts()[sequence + 1] as usize;
+        let table = plan.table_rows()[sequence] as usize;
+        let first = plan.positions()[rows.start];
+        assert_eq!(first + rows.len() as u32, plan.context_lens()[sequence], "the last row sees itself");
+        let mut hash = if first == 0 { EMPTY } else { self.slot(table, first - 1).history };
+        for (row, position) in rows.zip(first..) {
+            assert_eq!(plan.positions()[row], position, "positions of a sequence are consecutive");
+            let slot = plan.slot_mapping()[row];
+            let entry = self.tables[table][(position / self.block_size) as usize];
+            assert_eq!(
+                slot,
+                entry * self.block_size + position % self.block_size,
+                "slot of position {position}"
+            );
+            let token = plan.token_ids()[row];
+            hash = then(hash, token);
+            self.slots[slot as usize] = Slot { history: hash, token };
+        }
+    }
+
+    /// Reads every key that the sequence's rows see.
+    fn read(&self, plan: &StepPlan, sequence: usize) -> Vec<u64> {
+        let rows = plan.query_starts()[sequence + 1] - plan.query_starts()[sequence];
+        let table = plan.table_rows()[sequence] as usize;
+        let context = plan.context_lens()[sequence];
+        let mut hash = EMPTY;
+        let mut seen = Vec::new();
+        for position in 0..context {
+            let slot = self.slot(table, position);
+            hash = then(hash, slot.token);
+            assert_eq!(
+                hash, slot.history,
+                "position {position} of table {table} holds another sequence's token"
+            );
+            if position >= context - rows {
+                seen.push(hash);
+            }
+        }
+        seen
+    }
+
+    /// Hash of the first `len` tokens of a table, read through the device's own mirror of it.
+    pub(crate) fn history_of(&self, table: TableId, len: u32) -> u64 {
+        let row = table.row() as usize;
+        let hash = (0..len).fold(EMPTY, |hash, position| then(hash, self.slot(row, position).token));
+        assert!(
+            len == 0 || hash == self.slot(row, len - 1).history,
+            "{table:?} holds tokens of another sequence"
+        );
+        hash
+    }
+
+    fn slot(&self, table: usize, position: u32) -> Slot {
+        let block = self.tables[table][(position / self.block_size) as usize];
+        assert!(block < self.num_blocks, "position {position} of table {table} has no block");
+        self.slots[(block * self.block_size + position % self.block_size) as usize]
+    }
+
+    /// What must hold for any plan, whoever made it (I5, I11).
+    fn check(&self, plan: &StepPlan) {
+        assert!(plan.num_rows() > 0, "a step without rows");
+        let mut slots = HashSet::new();
+        let mut begun = HashSet::new();
+        for (&slot, &position) in plan.slot_mapping().iter().zip(plan.positions()) {
+            if slot == PADDING_SLOT {
+                continue;
+            }
+            assert!(slot < self.num_blocks * self.block_size, "I11: slot {slot} is beyond the pool");
+            assert!(slots.insert(slot), "I11: slot {slot} is written twice");
+            if position.is_multiple_of(self.block_size) {
+                begun.insert(slot / self.block_size);
+            }
+        }
+        let sources: HashSet<u32> = plan.block_copies().iter().map(|copy| copy.source).collect();
+        let mut destinations = HashSet::new();
+        for copy in plan.block_copies() {
+            assert!(destinations.insert(copy.destination), "I5: {copy:?} has a destination of another copy");
+            assert!(!sources.contains(&copy.destination), "I5: {copy:?} writes a source");
+            assert!(!begun.contains(&copy.source), "I5: {copy:?} reads a block that this step gave away");
+            assert!(!begun.contains(&copy.destination), "I5: {copy:?} fills a block that begins empty");
+        }
+        let tables: HashSet<u32> = plan.table_rows().iter().copied().collect();
+        assert_eq!(tables.len(), plan.table_rows().len(), "a table has rows in two places");
+    }
+}

@@ -1,0 +1,167 @@
+//! A steady decode step allocates nothing on the heap, and takes some microseconds on the host.
+//!
+//! A binary of its own, because it replaces the global allocator by one that counts.
+#![allow(clippy::unwrap_used)]
+#![allow(
+    unsafe_code,
+    reason = "a global allocator is an unsafe trait; this one counts and calls the system's"
+)]
+
+use paged_kv::{
+    Admission, CacheConfig, KvType, ModelShape, Request, RowResult, Schedule, Scheduler, SchedulerConfig,
+    SplitConfig, WorkSplit,
+};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::time::Instant;
+
+thread_local! {
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+struct Counting;
+
+// SAFETY: every call goes to the system's allocator unchanged; the counter is a plain cell without a destructor.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.with(|count| count.set(count.get() + 1));
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        ALLOCATIONS.with(|count| count.set(count.get() + 1));
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.realloc(pointer, layout, new_size) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const SEQUENCES: u32 = 64;
+const CONTEXT: u32 = 1024;
+
+/// 64 sequences that have read prompts of about 1,024 tokens; `waiting` more stand in line, for want of blocks.
+fn steady(config: SchedulerConfig, waiting: u32) -> Scheduler {
+    let shape = ModelShape { num_layers: 30, num_query_heads: 9, num_kv_heads: 3, head_dim: 64 };
+    let cache = CacheConfig::for_context(2 * CONTEXT, SEQUENCES, &shape, KvType::F16).unwrap();
+    let mut scheduler = Scheduler::new(config, cache.with_max_sequences(4 * SEQUENCES).unwrap()).unwrap();
+    for sequence in 0..SEQUENCES {
+        let prompt = vec![sequence; (CONTEXT - sequence) as usize];
+        scheduler.add(Request::new(prompt).max_new_tokens(CONTEXT)).unwrap();
+    }
+    for token in 0..waiting {
+        scheduler.add(Request::new(vec![token; 2000]).max_new_tokens(48)).unwrap();
+    }
+    let mut results = Vec::new();
+    let mut decoding = 0;
+    while decoding < 8 {
+        let rows = step(&mut scheduler, &mut results);
+        decoding += u32::from(rows == SEQUENCES && results.len() == rows as usize);
+    }
+    assert_eq!(scheduler.stats().waiting > 0, waiting > 0);
+    scheduler
+}
+
+fn step(scheduler: &mut Scheduler, results: &mut Vec<RowResult>) -> u32 {
+    let Schedule::Step(plan) = scheduler.schedule() else { panic!("a step") };
+    results.clear();
+    results.extend(plan.logit_rows().iter().map(|_| RowResult::Token(1)));
+    let rows = plan.num_rows();
+    scheduler.commit(plan, results).unwrap();
+    rows
+}
+
+fn allocations(work: impl FnOnce()) -> u64 {
+    let before = ALLOCATIONS.with(Cell::get);
+    work();
+    ALLOCATIONS.with(Cell::get) - before
+}
+
+fn configs() -> [(&'static str, SchedulerConfig, u32); 4] {
+    let guaranteed = SchedulerConfig::default();
+    let overcommitted =
+        SchedulerConfig { admission: Admission::Overcommitted { watermark_blocks: 3700 }, ..guaranteed };
+    let admission = Admission::Overcommitted { watermark_blocks: 0 };
+    let protected = SchedulerConfig { max_preemptions: 0, admission, ..guaranteed };
+    [
+        ("guaranteed", guaranteed, 0),
+        ("guaranteed, with a queue", guaranteed, 100),
+        ("overcommitted, with a queue", overcommitted, 100),
+        ("overcommitted, all protected", protected, 100),
+    ]
+}
+
+#[test]
+fn a_steady_decode_step_allocates_nothing() {
+    for (name, config, waiting) in configs() {
+        let mut scheduler = steady(config, waiting);
+        let mut results = Vec::with_capacity(SEQUENCES as usize);
+        // 200 steps: every sequence takes a dozen new blocks on the way.
+        let count =
+            allocations(|| (0..200).for_each(|_| assert_eq!(step(&mut scheduler, &mut results), SEQUENCES)));
+        assert_eq!(count, 0, "{name}");
+        scheduler.assert_consistent();
+        assert_eq!(scheduler.stats().running, SEQUENCES);
+    }
+}
+
+#[test]
+fn a_step_with_lookahead_allocates_nothing() {
+    let mut scheduler = steady(SchedulerConfig { lookahead: 4, ..SchedulerConfig::default() }, 0);
+    let mut results = Vec::with_capacity(SEQUENCES as usize);
+    let count =
+        allocations(|| (0..200).for_each(|_| assert_eq!(step(&mut scheduler, &mut results), SEQUENCES)));
+    assert_eq!(count, 0);
+}
+
+#[test]
+fn splitting_a_steady_step_allocates_nothing() {
+    let config = SplitConfig {
+        workgroups_per_item: 3,
+        heads_per_kv_head: 3,
+        prefill_queries: 64,
+        span_quantum: 64,
+        target_workgroups: 1024,
+        max_partials: 1024,
+        fixed_span_tokens: None,
+        dispatch_work_budget: 1 << 24,
+    };
+    let mut scheduler = steady(SchedulerConfig::default(), 0);
+    let mut split = WorkSplit::default();
+    let mut results = Vec::with_capacity(SEQUENCES as usize);
+    for round in 0..20 {
+        let Schedule::Step(plan) = scheduler.schedule() else { panic!("a step") };
+        let count = allocations(|| split.split(&plan, &config));
+        assert!(count == 0 || round == 0, "{count} allocations");
+        results.clear();
+        results.extend(plan.logit_rows().iter().map(|_| RowResult::Token(1)));
+        scheduler.commit(plan, &results).unwrap();
+    }
+}
+
+/// Prints what a step takes; asserts it only loosely, and only when optimized: test machines are shared.
+#[test]
+fn a_steady_decode_step_takes_microseconds() {
+    for (name, config, waiting) in configs() {
+        let mut scheduler = steady(config, waiting);
+        let mut results = Vec::with_capacity(SEQUENCES as usize);
+        let mut micros: Vec<f64> = (0..200)
+            .map(|_| {
+                let start = Instant::now();
+                assert_eq!(step(&mut scheduler, &mut results), SEQUENCES);
+                start.elapsed().as_secs_f64() * 1e6
+            })
+            .collect();
+        micros.sort_by(f64::total_cmp);
+        let median = micros[micros.len() / 2];
+        println!("{name}: {median:.1} us (fastest {:.1})", micros[0]);
+        assert!(cfg!(debug_assertions) || micros[0] < 100.0, "{name}: {} us", micros[0]);
+    }
+}
