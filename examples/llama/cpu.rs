@@ -221,3 +221,34 @@ fn add(sums: &mut [f32], terms: &[f32]) {
         *sum += term;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::synthetic::Synthetic;
+
+    fn load(model: &Synthetic) -> Result<CpuModel, LoadError> {
+        let mut file = model.open();
+        let config = Config::read(&file)?;
+        CpuModel::load(&mut file, config, &mut |_| ())
+    }
+
+    #[test]
+    fn a_model_loads_whole_or_not_at_all() {
+        let whole = Synthetic::new(true);
+        let mut seen = Vec::new();
+        let mut file = whole.open();
+        let config = Config::read(&file).expect("the model is whole");
+        CpuModel::load(&mut file, config, &mut |bytes| seen.push(bytes)).expect("the model is whole");
+        assert!(seen.is_sorted());
+        assert_eq!(seen.last(), Some(&file.tensor_bytes()));
+
+        let error =
+            load(&Synthetic::new(true).without("blk.1.ffn_up.weight")).expect_err("a tensor is missing");
+        assert_eq!(error.to_string(), "the model has no tensor blk.1.ffn_up.weight");
+        let mut biased = Synthetic::new(true);
+        biased.push("blk.0.attn_q.bias", &[48]);
+        let error = load(&biased).expect_err("a bias is not supported");
+        assert_eq!(error.to_string(), "the model needs the tensor blk.0.attn_q.bias, which is not supported");
+    }
+}

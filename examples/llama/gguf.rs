@@ -242,3 +242,51 @@ fn ends_early(error: &candle_core::Error) -> bool {
         other => other.to_string().contains("remaining"),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::synthetic::Synthetic;
+
+    fn error_of(bytes: &'static [u8]) -> String {
+        GgufFile::from_bytes("m.gguf", bytes).expect_err("the file is broken").to_string()
+    }
+
+    #[test]
+    fn a_file_that_ends_early_is_refused_before_any_tensor_is_read() {
+        let bytes = Synthetic::new(true).bytes();
+        let [needed, half] = [bytes.len(), bytes.len() / 2];
+        assert_eq!(
+            error_of(&bytes[..half]),
+            format!("m.gguf is truncated: its header describes {needed} bytes, the file has {half}")
+        );
+        for len in [4, 10, 30, 300, 900] {
+            let expected = format!("m.gguf is truncated: it ends within its header, after {len} bytes");
+            assert_eq!(error_of(&bytes[..len]), expected);
+        }
+        assert_eq!(error_of(b"not a model"), "m.gguf is not a GGUF file");
+        assert_eq!(error_of(b""), "m.gguf is not a GGUF file");
+    }
+
+    #[test]
+    fn a_file_that_is_not_there_is_named() {
+        let error = GgufFile::open(Path::new("/no/such/file")).expect_err("it is not there");
+        assert!(error.to_string().starts_with("cannot read /no/such/file: "), "{error}");
+    }
+
+    #[test]
+    fn tensors_are_checked_by_name_and_shape() {
+        let mut file = Synthetic::new(true).open();
+        let error = |result: Result<Vec<f32>, LoadError>| result.expect_err("it is refused").to_string();
+        assert_eq!(error(file.tensor("x", &[1])), "the model has no tensor x");
+        assert_eq!(
+            error(file.tensor("output_norm.weight", &[41])),
+            "the model's tensor output_norm.weight has shape [40], its metadata asks for [41]"
+        );
+        assert_eq!(file.tensor("output_norm.weight", &[40]).map(|values| values.len()).ok(), Some(40));
+        assert_eq!(
+            file.check_all_taken().expect_err("others are left").to_string(),
+            "the model needs the tensor blk.0.attn_k.weight, which is not supported"
+        );
+    }
+}

@@ -22,4 +22,6 @@ pub mod error;
 pub mod gguf;
 pub mod gpu;
 pub mod sample;
+#[cfg(test)]
+mod synthetic;
 pub mod tokenizer;

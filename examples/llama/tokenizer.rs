@@ -99,7 +99,7 @@ impl Tokenizer {
             encoder: Some(Box::new(encoder)),
             token_bytes: token_bytes.collect(),
             begin: begin_token(file, pre)?,
-            end_tokens: end_tokens(file, &tokens)?,
+            end_tokens: end_tokens(file)?,
         })
     }
 
@@ -208,12 +208,19 @@ fn begin_token(file: &GgufFile, pre: &str) -> Result<Option<u32>, LoadError> {
     if wanted { file.optional_u32("tokenizer.ggml.bos_token_id") } else { Ok(None) }
 }
 
-fn end_tokens(file: &GgufFile, tokens: &[&str]) -> Result<Vec<u32>, LoadError> {
+/// The tokens after which a sequence ends, the one that the file names first; they need no tokenizer that is known here.
+///
+/// # Errors
+/// [`LoadError::BadValue`].
+pub fn end_tokens(file: &GgufFile) -> Result<Vec<u32>, LoadError> {
     let mut ends = Vec::new();
     for key in ["tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"] {
         ends.extend(file.optional_u32(key)?);
     }
-    ends.extend(tokens.iter().zip(0u32..).filter(|(text, _)| END_TEXTS.contains(text)).map(|(_, id)| id));
+    if file.value("tokenizer.ggml.tokens").is_some() {
+        let tokens = file.strings("tokenizer.ggml.tokens")?;
+        ends.extend(tokens.iter().zip(0u32..).filter(|(text, _)| END_TEXTS.contains(text)).map(|(_, id)| id));
+    }
     let mut seen = BTreeSet::new();
     ends.retain(|&id| seen.insert(id));
     Ok(ends)

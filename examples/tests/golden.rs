@@ -47,7 +47,12 @@ const ALL: &[&str] = &["lavapipe", "swiftshader", "cpu"];
 
 const CELLS: &[Cell] = &[
     Cell { name: "f32, P 16, batched", quick: ALL, all: &[], run: |runner| runner.short(BASE) },
-    Cell { name: "f16, P 16, batched", quick: ALL, all: &[], run: |runner| runner.short(Setup { kv: KvType::F16, ..BASE }) },
+    Cell {
+        name: "f16, P 16, batched",
+        quick: ALL,
+        all: &[],
+        run: |runner| runner.short(Setup { kv: KvType::F16, ..BASE }),
+    },
     Cell {
         name: "f32, P 8, alone",
         quick: &["lavapipe"],
@@ -66,12 +71,37 @@ const CELLS: &[Cell] = &[
         all: &["lavapipe", "cpu"],
         run: |runner| runner.short(Setup { kv: KvType::F16, block_size: 256, num_blocks: 12, ..BASE }),
     },
-    Cell { name: "f32, preempted", quick: &["lavapipe"], all: &["swiftshader", "cpu"], run: Runner::preempted },
-    Cell { name: "f32, 4 greedy samples", quick: &["lavapipe"], all: &["swiftshader", "cpu"], run: Runner::greedy_samples },
+    Cell {
+        name: "f32, preempted",
+        quick: &["lavapipe"],
+        all: &["swiftshader", "cpu"],
+        run: Runner::preempted,
+    },
+    Cell {
+        name: "f32, 4 greedy samples",
+        quick: &["lavapipe"],
+        all: &["swiftshader", "cpu"],
+        run: Runner::greedy_samples,
+    },
     Cell { name: "f32, 4 samples at 0.8", quick: &["cpu"], all: GPUS, run: Runner::warm_samples },
-    Cell { name: "f32, the pair of 660", quick: &["cpu"], all: GPUS, run: |runner| runner.compare(9..11, BASE) },
-    Cell { name: "f16, the long one", quick: &[], all: &["lavapipe"], run: |runner| runner.compare(11..12, Setup { kv: KvType::F16, ..BASE }) },
-    Cell { name: "f32, smoke", quick: &["gl"], all: &[], run: |runner| runner.compare(1..3, Setup { num_blocks: 16, ..BASE }) },
+    Cell {
+        name: "f32, the pair of 660",
+        quick: &["cpu"],
+        all: GPUS,
+        run: |runner| runner.compare(9..11, BASE),
+    },
+    Cell {
+        name: "f16, the long one",
+        quick: &[],
+        all: &["lavapipe"],
+        run: |runner| runner.compare(11..12, Setup { kv: KvType::F16, ..BASE }),
+    },
+    Cell {
+        name: "f32, smoke",
+        quick: &["gl"],
+        all: &[],
+        run: |runner| runner.compare(1..3, Setup { num_blocks: 16, ..BASE }),
+    },
 ];
 
 #[test]
@@ -108,10 +138,8 @@ fn run_cells(device: &str, adapter: Option<&str>) {
         println!("golden {device}: NOT RUN, {} is missing: run tests/get-model", model.display());
         return;
     }
-    let gpu = adapter.map(|part| {
-        let adapters = Adapters::find();
-        adapters.choose(Some(part)).map(|adapter| Gpu::open(adapter).unwrap())
-    });
+    let gpu =
+        adapter.map(|part| Adapters::find(Some(part)).best().map(|adapter| Gpu::open(adapter).unwrap()));
     if matches!(gpu, Some(None)) {
         assert!(!required.contains(device), "the adapter {device} is missing, and required");
         println!("golden {device}: NOT RUN, there is no such adapter");
@@ -132,7 +160,8 @@ fn run_cells(device: &str, adapter: Option<&str>) {
         .filter(|cell| !mark(cell).is_some_and(|mark| mark.exists()))
         .collect();
     let mut file = GgufFile::open(&model).unwrap();
-    let mut runner = Runner { engine: Engine::load(&mut file, gpu, &mut |_| ()).unwrap(), golden: Golden::read() };
+    let mut runner =
+        Runner { engine: Engine::load(&mut file, gpu, &mut |_| ()).unwrap(), golden: Golden::read() };
     for cell in due {
         let start = Instant::now();
         (cell.run)(&mut runner);
@@ -217,9 +246,8 @@ impl Runner {
     }
 
     fn compare(&mut self, indices: std::ops::Range<usize>, setup: Setup) {
-        let prompts: Vec<Prompt> = indices
-            .map(|index| self.prompt(index, self.golden.expected(index, setup.kv).len()))
-            .collect();
+        let prompts: Vec<Prompt> =
+            indices.map(|index| self.prompt(index, self.golden.expected(index, setup.kv).len())).collect();
         // The pool holds at least what the prompts need side by side.
         let needed: u32 = prompts
             .iter()
@@ -245,17 +273,26 @@ impl Runner {
             }
             let logits = self.golden.prompts[index]["logits_f32"].as_array().unwrap();
             // A position's logits are comparable while the tokens before it are equal.
-            for (position, golden) in logits.iter().enumerate().take(expected.len().min(outcome.top_logits.len())) {
+            for (position, golden) in
+                logits.iter().enumerate().take(expected.len().min(outcome.top_logits.len()))
+            {
                 let ours = &outcome.top_logits[position];
                 for pair in golden["top5"].as_array().unwrap() {
                     let (id, logit) = (pair[0].as_u64().unwrap() as u32, pair[1].as_f64().unwrap());
                     let found = ours.top.iter().find(|(token, _)| *token == id);
-                    let found = f64::from(found.unwrap_or_else(|| panic!("token {id} is not among the best")).1);
-                    assert!((found - logit).abs() <= 0.01, "logit of {id} at {position} of {index}: {found}, {logit}");
+                    let found =
+                        f64::from(found.unwrap_or_else(|| panic!("token {id} is not among the best")).1);
+                    assert!(
+                        (found - logit).abs() <= 0.01,
+                        "logit of {id} at {position} of {index}: {found}, {logit}"
+                    );
                 }
                 for (name, value) in [("logsumexp", ours.logsumexp), ("mean", ours.mean)] {
                     let golden = golden[name].as_f64().unwrap();
-                    assert!((value - golden).abs() <= 0.01, "{name} at {position} of {index}: {value}, {golden}");
+                    assert!(
+                        (value - golden).abs() <= 0.01,
+                        "{name} at {position} of {index}: {value}, {golden}"
+                    );
                 }
             }
         }
@@ -265,8 +302,10 @@ impl Runner {
     fn preempted(&mut self) {
         // The longest prompt arrives last, and is read in small chunks while the others grow.
         let order = [0, 1, 2, 3, 4, 5, 6, 8, 7];
-        let prompts: Vec<Prompt> =
-            order.iter().map(|&index| self.prompt(index, self.golden.expected(index, KvType::F32).len())).collect();
+        let prompts: Vec<Prompt> = order
+            .iter()
+            .map(|&index| self.prompt(index, self.golden.expected(index, KvType::F32).len()))
+            .collect();
         let options = self.options(Setup { num_blocks: 36, step_tokens: 16, ..BASE }, 0);
         let mut session = self.engine.session(options).unwrap();
         let requests: Vec<_> = prompts.iter().map(|prompt| session.add(prompt).unwrap()).collect();
@@ -279,7 +318,9 @@ impl Runner {
             for event in events.drain(..) {
                 match event {
                     llama::engine::Event::Token { prompt, token, .. } => tokens[prompt as usize].push(token),
-                    llama::engine::Event::Finished { preemptions, .. } => victims += u32::from(preemptions > 0),
+                    llama::engine::Event::Finished { preemptions, .. } => {
+                        victims += u32::from(preemptions > 0)
+                    }
                 }
             }
             for (place, &request) in requests.iter().enumerate() {
@@ -292,7 +333,11 @@ impl Runner {
         let preemptions = session.stats().scheduler.preemptions;
         for &index in &order {
             let expected = self.golden.expected(index, KvType::F32);
-            assert_eq!(tokens[index][..expected.len()], expected, "tokens of prompt {index} with preemptions");
+            assert_eq!(
+                tokens[index][..expected.len()],
+                expected,
+                "tokens of prompt {index} with preemptions"
+            );
         }
         assert!(preemptions >= 3, "{preemptions} preemptions");
         assert!(victims >= 2, "{victims} different victims");

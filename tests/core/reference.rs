@@ -4,10 +4,25 @@
 //! 6e-8, and errors of random sign grow with the root of their number: the worst case here is 3e-6, and a kernel that
 //! misses or repeats a key is off by the key's share.
 
-use crate::rig::{Rig, one_span, spans};
-use paged_kv::{KvFormat, KvType, SplitConfig, TableId};
+use crate::rig::{Rig, Tensors, one_span, spans};
+use paged_kv::reference::{AttentionInputs, Rows, RowsMut, attention};
+use paged_kv::{KvFormat, KvType, SplitConfig, StepPlan, TableId, WorkSplit};
 
 const TOLERANCE: f64 = 1e-5;
+
+impl Rig {
+    /// The twin's attention for every row of a plan.
+    pub(crate) fn attend(&self, plan: &StepPlan, tensors: &Tensors, split: &SplitConfig) -> Vec<f32> {
+        let heads = self.shape.num_query_heads as usize;
+        let mut work = WorkSplit::default();
+        work.split(plan, split);
+        let inputs = AttentionInputs::new(&self.cpu, plan, 0, Rows::new(&tensors.query, heads * self.k_len));
+        // A row that is not written stays NaN.
+        let mut output = vec![f32::NAN; plan.num_rows() as usize * heads * self.v_len];
+        attention(&inputs, &work, &mut RowsMut::new(&mut output, heads * self.v_len), &mut Vec::new());
+        output
+    }
+}
 
 /// Tables of the given lengths, filled with random keys and values, in blocks handed out in random order.
 fn filled(rig: &mut Rig, lens: &[u32]) -> Vec<TableId> {

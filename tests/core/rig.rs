@@ -1,11 +1,10 @@
 //! A cache, its CPU twin, and random tensors: what the tests of the twins run steps on.
 
 use paged_kv::reference::{
-    AttentionInputs, CpuCache, DenseInputs, DenseOutput, Rows, RowsMut, append, attention, block_copy,
-    compare, dense_attention,
+    CpuCache, DenseInputs, DenseOutput, Rows, append, block_copy, compare, dense_attention,
 };
 use paged_kv::{
-    CacheConfig, KvCache, KvFormat, ModelShape, SplitConfig, StepBuilder, StepPlan, TableId, WorkSplit,
+    CacheConfig, KvCache, KvFormat, KvPart, KvType, ModelShape, SplitConfig, StepBuilder, StepPlan, TableId,
 };
 
 /// SplitMix64: small, seedable, the same everywhere.
@@ -28,6 +27,32 @@ impl Random {
     pub(crate) fn shuffle<T>(&mut self, items: &mut [T]) {
         for index in (1..items.len()).rev() {
             items.swap(index, (self.next() % (index as u64 + 1)) as usize);
+        }
+    }
+}
+
+/// What a slot that must not be read holds.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Poison {
+    Nan,
+    Infinity,
+    Large,
+    Zero,
+}
+
+impl Poison {
+    pub(crate) const ALL: [Self; 4] = [Self::Nan, Self::Infinity, Self::Large, Self::Zero];
+
+    /// The bits of one f32, or of two f16.
+    fn word(self, kv_type: KvType) -> u32 {
+        match (self, kv_type) {
+            (Self::Nan, KvType::F16) => 0x7e00_7e00,
+            (Self::Nan, _) => f32::NAN.to_bits(),
+            (Self::Infinity, KvType::F16) => 0x7c00_7c00,
+            (Self::Infinity, _) => f32::INFINITY.to_bits(),
+            (Self::Large, KvType::F16) => 0x70e2_70e2,
+            (Self::Large, _) => 1e4f32.to_bits(),
+            (Self::Zero, _) => 0,
         }
     }
 }
@@ -142,18 +167,6 @@ impl Rig {
         append(&mut self.cpu, 0, plan.slot_mapping(), key, value);
     }
 
-    /// The twin's attention for every row of a plan.
-    pub(crate) fn attend(&self, plan: &StepPlan, tensors: &Tensors, split: &SplitConfig) -> Vec<f32> {
-        let heads = self.shape.num_query_heads as usize;
-        let mut work = WorkSplit::default();
-        work.split(plan, split);
-        let inputs = AttentionInputs::new(&self.cpu, plan, 0, Rows::new(&tensors.query, heads * self.k_len));
-        // A row that is not written stays NaN.
-        let mut output = vec![f32::NAN; plan.num_rows() as usize * heads * self.v_len];
-        attention(&inputs, &work, &mut RowsMut::new(&mut output, heads * self.v_len), &mut Vec::new());
-        output
-    }
-
     /// The dense f64 attention of one sequence of a plan.
     pub(crate) fn dense(&self, plan: &StepPlan, tensors: &Tensors, sequence: usize) -> DenseOutput {
         let row_len = self.shape.num_query_heads as usize * self.k_len;
@@ -198,8 +211,8 @@ impl Rig {
         self.commit(plan);
     }
 
-    /// Gives every slot that no table's length covers the bits `pattern` (a pair of f16, or an f32).
-    pub(crate) fn poison_unused(&mut self, tables: &[TableId], pattern: u32) {
+    /// Fills every slot that no table's length covers.
+    pub(crate) fn poison_unused(&mut self, tables: &[TableId], poison: Poison) {
         let layout = *self.cpu.layout();
         let block = layout.block;
         let mut used = vec![0u32; layout.num_blocks as usize];
@@ -213,12 +226,12 @@ impl Rig {
         for (id, &used) in (0..).zip(&used) {
             for head in 0..block.num_kv_heads {
                 for slot in used..block.block_size {
-                    for (part, words) in [
-                        (paged_kv::KvPart::K, block.k_row_words()),
-                        (paged_kv::KvPart::V, block.v_row_words()),
+                    for (part, kv_type, words) in [
+                        (KvPart::K, block.k_type, block.k_row_words()),
+                        (KvPart::V, block.v_type, block.v_row_words()),
                     ] {
                         let start = layout.row_word(0, part, id, head, slot) as usize;
-                        self.cpu.words_mut()[start..start + words as usize].fill(pattern);
+                        self.cpu.words_mut()[start..start + words as usize].fill(poison.word(kv_type));
                     }
                 }
             }

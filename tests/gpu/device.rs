@@ -84,11 +84,7 @@ pub(crate) struct TestAdapter {
 
 impl TestAdapter {
     /// An adapter that offers exactly these limits, features and subgroup sizes, and computes nothing.
-    pub(crate) fn noop(
-        limits: Limits,
-        features: Features,
-        subgroup_sizes: RangeInclusive<u32>,
-    ) -> Self {
+    pub(crate) fn noop(limits: Limits, features: Features, subgroup_sizes: RangeInclusive<u32>) -> Self {
         let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
         descriptor.backends = Backends::NOOP;
         descriptor.backend_options.noop = wgpu::NoopBackendOptions {
@@ -99,13 +95,8 @@ impl TestAdapter {
             subgroup_max_size: Some(*subgroup_sizes.end()),
             ..Default::default()
         };
-        let found = wgpu::Instance::new(descriptor)
-            .enumerate_adapters(Backends::NOOP)
-            .block_on();
-        let adapter = found
-            .into_iter()
-            .next()
-            .expect("wgpu's noop backend has one adapter");
+        let found = wgpu::Instance::new(descriptor).enumerate_adapters(Backends::NOOP).block_on();
+        let adapter = found.into_iter().next().expect("wgpu's noop backend has one adapter");
         Self::new(adapter)
     }
 
@@ -151,21 +142,13 @@ impl TestAdapter {
             ..Default::default()
         };
         let (device, queue) = self.adapter.request_device(&descriptor).block_on()?;
-        Ok(TestDevice {
-            device,
-            queue,
-            _exclusive: exclusive,
-        })
+        Ok(TestDevice { device, queue, _exclusive: exclusive })
     }
 
     fn new(adapter: wgpu::Adapter) -> Self {
         let info = adapter.get_info();
         let exclusive = (info.backend == Backend::Gl).then(Arc::default);
-        Self {
-            adapter,
-            name: short_name(info.backend, &info.name),
-            exclusive,
-        }
+        Self { adapter, name: short_name(info.backend, &info.name), exclusive }
     }
 }
 
@@ -230,11 +213,7 @@ fn short_name(backend: Backend, adapter_name: &str) -> String {
 
 fn parts_from_env(variable: &str) -> Vec<String> {
     let list = std::env::var(variable).unwrap_or_default();
-    list.split(',')
-        .map(str::trim)
-        .filter(|part| !part.is_empty())
-        .map(str::to_owned)
-        .collect()
+    list.split(',').map(str::trim).filter(|part| !part.is_empty()).map(str::to_owned).collect()
 }
 
 /// Keeps what matches `only`, everything if that is empty, and checks that nothing required is missing.
@@ -244,8 +223,7 @@ fn select<A>(
     required: &[String],
     name: impl Fn(&A) -> &str,
 ) -> Result<Vec<A>, String> {
-    let matches =
-        |adapter: &A, part: &String| name(adapter).to_lowercase().contains(&part.to_lowercase());
+    let matches = |adapter: &A, part: &String| name(adapter).to_lowercase().contains(&part.to_lowercase());
     let all_names = found.iter().map(&name).collect::<Vec<_>>().join(", ");
     let selected: Vec<A> = found
         .into_iter()
@@ -273,10 +251,7 @@ fn select<A>(
 }
 
 fn announce(adapters: &[TestAdapter]) {
-    let mut lines: String = adapters
-        .iter()
-        .map(|adapter| format!("adapter: {adapter}\n"))
-        .collect();
+    let mut lines: String = adapters.iter().map(|adapter| format!("adapter: {adapter}\n")).collect();
     if adapters.is_empty() {
         lines = "adapter: none found, so the tests that need one check nothing; \
                  on Debian, `apt-get install mesa-vulkan-drivers libvulkan1` provides one\n"
@@ -300,9 +275,7 @@ impl ThreadLock {
         let this_thread = thread::current().id();
         let mut holder = self
             .released
-            .wait_while(self.holder(), |holder| {
-                holder.is_some_and(|(thread, _)| thread != this_thread)
-            })
+            .wait_while(self.holder(), |holder| holder.is_some_and(|(thread, _)| thread != this_thread))
             .unwrap_or_else(PoisonError::into_inner);
         let depth = holder.map_or(0, |(_, depth)| depth);
         *holder = Some((this_thread, depth + 1));
@@ -362,10 +335,7 @@ mod tests {
 
     #[test]
     fn a_noop_device_reports_what_it_was_made_with() {
-        let limits = Limits {
-            max_storage_buffer_binding_size: 1 << 27,
-            ..Limits::default()
-        };
+        let limits = Limits { max_storage_buffer_binding_size: 1 << 27, ..Limits::default() };
         let gpu = noop_device(limits.clone(), Features::SUBGROUP, 16..=32);
         let info = gpu.device.adapter_info();
         assert_eq!(gpu.device.limits(), limits);
@@ -376,20 +346,9 @@ mod tests {
     #[test]
     fn a_noop_adapter_refuses_what_it_was_not_made_to_offer() {
         let adapter = TestAdapter::noop(Limits::default(), Features::SHADER_F16, 32..=32);
-        assert!(
-            adapter
-                .request_device(adapter.limits(), adapter.features())
-                .is_ok()
-        );
-        assert!(
-            adapter
-                .request_device(adapter.limits(), Features::SUBGROUP)
-                .is_err()
-        );
-        let larger = Limits {
-            max_buffer_size: adapter.limits().max_buffer_size + 4,
-            ..adapter.limits()
-        };
+        assert!(adapter.request_device(adapter.limits(), adapter.features()).is_ok());
+        assert!(adapter.request_device(adapter.limits(), Features::SUBGROUP).is_err());
+        let larger = Limits { max_buffer_size: adapter.limits().max_buffer_size + 4, ..adapter.limits() };
         assert!(adapter.request_device(larger, Features::empty()).is_err());
     }
 
@@ -397,15 +356,11 @@ mod tests {
     fn adapters_are_selected_by_parts_of_their_names_in_any_case() {
         let found = || vec!["vulkan:lavapipe", "vulkan:swiftshader", "gl:llvmpipe"];
         let parts = |list: &[&str]| list.iter().map(|&part| part.to_owned()).collect::<Vec<_>>();
-        let select = |only: &[&str], required: &[&str]| {
-            select(found(), &parts(only), &parts(required), |&name| name)
-        };
+        let select =
+            |only: &[&str], required: &[&str]| select(found(), &parts(only), &parts(required), |&name| name);
         assert_eq!(select(&[], &[]), Ok(found()));
         assert_eq!(select(&["GL:"], &[]), Ok(vec!["gl:llvmpipe"]));
-        assert_eq!(
-            select(&["pipe"], &["lavapipe"]),
-            Ok(vec!["vulkan:lavapipe", "gl:llvmpipe"])
-        );
+        assert_eq!(select(&["pipe"], &["lavapipe"]), Ok(vec!["vulkan:lavapipe", "gl:llvmpipe"]));
         assert!(select(&["nvidia"], &[]).is_err_and(|message| message.contains("gl:llvmpipe")));
         assert!(select(&["gl:"], &["lavapipe"]).is_err_and(|message| message.contains("lavapipe")));
         assert!(select(&[], &["nvidia"]).is_err_and(|message| message.contains("nvidia")));
@@ -439,18 +394,13 @@ mod tests {
             })
         };
         let storage = new_buffer(
-            wgpu::BufferUsages::STORAGE
-                | wgpu::BufferUsages::COPY_SRC
-                | wgpu::BufferUsages::COPY_DST,
+            wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC | wgpu::BufferUsages::COPY_DST,
         );
         let readback = new_buffer(wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST);
         let bind_group = device.create_bind_group(&wgpu::BindGroupDescriptor {
             label: None,
             layout: &pipeline.get_bind_group_layout(0),
-            entries: &[wgpu::BindGroupEntry {
-                binding: 0,
-                resource: storage.as_entire_binding(),
-            }],
+            entries: &[wgpu::BindGroupEntry { binding: 0, resource: storage.as_entire_binding() }],
         });
         queue.write_buffer(&storage, 0, bytemuck::cast_slice(numbers));
         let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
@@ -462,12 +412,8 @@ mod tests {
         }
         encoder.copy_buffer_to_buffer(&storage, 0, &readback, 0, None);
         queue.submit([encoder.finish()]);
-        readback.map_async(wgpu::MapMode::Read, .., |result| {
-            result.expect("the buffer can be mapped")
-        });
-        device
-            .poll(wgpu::PollType::wait_indefinitely())
-            .expect("the queue finishes");
+        readback.map_async(wgpu::MapMode::Read, .., |result| result.expect("the buffer can be mapped"));
+        device.poll(wgpu::PollType::wait_indefinitely()).expect("the queue finishes");
         let view = readback.get_mapped_range(..).expect("the buffer is mapped");
         bytemuck::cast_slice(&view).to_vec()
     }

@@ -1,18 +1,20 @@
 //! The kernels' texts on buffers of the test's own: for what no plan can say, and to replace parts of a text.
 //!
 //! A [`RawStep`] holds the arrays that `prepare` would upload; [`Raw::dispatch`] runs one kernel over it. Bindings and
-//! parameters are those of `shaders/common/params.wgsl` and of the kernels' files.
+//! parameters are those of `shaders/common/params.wgsl` and of the kernels' files. Caches of equal types and head sizes
+//! share the pipelines of one [`RawKernels`]: some adapters take seconds to compile one.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
 
 use bytemuck::{Pod, cast_slice};
 use paged_kv::shaders::{Kernel, LayerParams, MAX_QUERIES, StepParams, TensorParams, VariantKey};
-use paged_kv::{BlockCopy, BlockLayout, DecodeItem, MergeItem, PrefillItem};
+use paged_kv::{BlockCopy, BlockLayout, DecodeItem, MergeItem, PrefillItem, StepPlan, WorkSplit};
 use wgpu::util::DeviceExt as _;
 use wgpu::{BufferUsages, ShaderStages};
 
 use crate::device::TestDevice;
+use crate::rig::Rig;
 
 /// The arrays of a step, and items in any order and of any content.
 #[derive(Clone, Debug, Default)]
@@ -28,6 +30,20 @@ pub(crate) struct RawStep {
 }
 
 impl RawStep {
+    /// The arrays of a plan, and its work.
+    pub(crate) fn of(plan: &StepPlan, work: &WorkSplit) -> Self {
+        Self {
+            slot_mapping: plan.slot_mapping().to_vec(),
+            query_starts: plan.query_starts().to_vec(),
+            context_lens: plan.context_lens().to_vec(),
+            table_rows: plan.table_rows().to_vec(),
+            decode_items: work.decode_items.clone(),
+            prefill_items: work.prefill_items.clone(),
+            merge_items: work.merge_items.clone(),
+            block_copies: plan.block_copies().to_vec(),
+        }
+    }
+
     fn pack(&self) -> (StepParams, Vec<u32>) {
         let mut words = Vec::new();
         let mut place = |array: &mut dyn Iterator<Item = u32>| {
@@ -54,9 +70,7 @@ impl RawStep {
                 &mut prefill.flat_map(|i| [i.sequence, i.first_query, i.end_query, i.padding]),
             ),
             num_merge_items: self.merge_items.len() as u32,
-            merge_items: place(
-                &mut merge.flat_map(|i| [i.row, i.first_partial, i.num_partials, i.padding]),
-            ),
+            merge_items: place(&mut merge.flat_map(|i| [i.row, i.first_partial, i.num_partials, i.padding])),
             num_block_copies: self.block_copies.len() as u32,
             block_copies: place(&mut copies.flat_map(|c| [c.source, c.destination])),
             ..StepParams::default()
@@ -77,40 +91,109 @@ pub(crate) struct RawBuffers {
     pub(crate) counters: wgpu::Buffer,
 }
 
-/// The kernels for caches of one layout, of one layer, on one device.
-pub(crate) struct Raw<'a> {
+/// Pipelines of one device, made when they are first needed.
+pub(crate) struct RawKernels<'a> {
     gpu: &'a TestDevice,
-    block: BlockLayout,
-    num_query_heads: u32,
-    table_entries: u32,
     fold: u32,
     /// What counts loads: replaces `common/load.wgsl`, and binds `counters` as group 3.
     load: Option<&'static str>,
     pipelines: RefCell<HashMap<VariantKey, wgpu::ComputePipeline>>,
 }
 
-impl<'a> Raw<'a> {
-    pub(crate) fn new(
-        gpu: &'a TestDevice,
-        block: BlockLayout,
-        num_query_heads: u32,
-        table_entries: u32,
-    ) -> Self {
+impl<'a> RawKernels<'a> {
+    pub(crate) fn new(gpu: &'a TestDevice) -> Self {
         let fold = gpu.device.limits().max_compute_workgroups_per_dimension;
-        let pipelines = RefCell::default();
-        Self { gpu, block, num_query_heads, table_entries, fold, load: None, pipelines }
+        Self { gpu, fold, load: None, pipelines: RefCell::default() }
     }
 
     /// Takes `text` instead of `common/load.wgsl`.
-    pub(crate) fn with_load(mut self, text: &'static str) -> Self {
-        self.load = Some(text);
-        self
+    pub(crate) fn with_load(gpu: &'a TestDevice, text: &'static str) -> Self {
+        Self { load: Some(text), ..Self::new(gpu) }
     }
 
+    /// The kernels for the cache of `rig`.
+    pub(crate) fn of(&self, rig: &Rig) -> Raw<'_> {
+        let config = rig.kv.config();
+        Raw {
+            kernels: self,
+            block: *config.layout(),
+            num_query_heads: rig.shape.num_query_heads,
+            table_entries: config.table_entries(),
+        }
+    }
+
+    fn pipeline(&self, key: &VariantKey) -> wgpu::ComputePipeline {
+        let device = &self.gpu.device;
+        let replaced: Vec<_> = self.load.iter().map(|text| ("common/load.wgsl", *text)).collect();
+        let module = device.create_shader_module(wgpu::ShaderModuleDescriptor {
+            label: Some(&key.to_string()),
+            source: wgpu::ShaderSource::Wgsl(key.wgsl_with(self.fold, &replaced).into()),
+        });
+        // Uniform, read-only, or written, binding by binding.
+        let groups = [
+            "urru",
+            match key.kernel() {
+                Kernel::Append | Kernel::BlockCopy => "w",
+                Kernel::AttentionMerge => "r",
+                _ => "rw",
+            },
+            match key.kernel() {
+                Kernel::BlockCopy => "",
+                Kernel::Append => "urr",
+                _ => "urw",
+            },
+            if self.load.is_some() { "w" } else { "" },
+        ];
+        let layouts = groups.map(|bindings| {
+            let entries: Vec<_> = (0..)
+                .zip(bindings.chars())
+                .map(|(binding, kind)| wgpu::BindGroupLayoutEntry {
+                    binding,
+                    visibility: ShaderStages::COMPUTE,
+                    ty: wgpu::BindingType::Buffer {
+                        ty: match kind {
+                            'u' => wgpu::BufferBindingType::Uniform,
+                            kind => wgpu::BufferBindingType::Storage { read_only: kind == 'r' },
+                        },
+                        has_dynamic_offset: false,
+                        min_binding_size: None,
+                    },
+                    count: None,
+                })
+                .collect();
+            device
+                .create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: None, entries: &entries })
+        });
+        let layouts: Vec<_> = layouts.iter().map(Some).collect();
+        let layout = device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
+            label: None,
+            bind_group_layouts: &layouts,
+            immediate_size: 0,
+        });
+        device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
+            label: Some(&key.to_string()),
+            layout: Some(&layout),
+            module: &module,
+            entry_point: Some(key.kernel().name()),
+            compilation_options: wgpu::PipelineCompilationOptions::default(),
+            cache: None,
+        })
+    }
+}
+
+/// The kernels for caches of one layout, of one layer.
+pub(crate) struct Raw<'a> {
+    kernels: &'a RawKernels<'a>,
+    block: BlockLayout,
+    num_query_heads: u32,
+    table_entries: u32,
+}
+
+impl Raw<'_> {
     /// A storage buffer with this content; never empty.
     pub(crate) fn buffer<T: Pod>(&self, content: &[T]) -> wgpu::Buffer {
         let bytes: &[u8] = if content.is_empty() { &[0; 16] } else { cast_slice(content) };
-        self.gpu.device.create_buffer_init(&wgpu::util::BufferInitDescriptor {
+        self.kernels.gpu.device.create_buffer_init(&wgpu::util::BufferInitDescriptor {
             label: None,
             contents: bytes,
             usage: BufferUsages::STORAGE | BufferUsages::COPY_SRC | BufferUsages::COPY_DST,
@@ -175,9 +258,7 @@ impl<'a> Raw<'a> {
                 let units = (block.layer_block_words() / 4) as u32;
                 step.block_copies.len() as u32 * units.div_ceil(1024)
             }
-            Kernel::AttentionDecode => {
-                step.decode_items.len() as u32 * block.num_kv_heads * self.tiling().1
-            }
+            Kernel::AttentionDecode => step.decode_items.len() as u32 * block.num_kv_heads * self.tiling().1,
             Kernel::AttentionPrefill => step.prefill_items.len() as u32 * block.num_kv_heads,
             Kernel::AttentionMerge => {
                 let lanes = step.merge_items.len() as u32 * self.num_query_heads * block.v_head_dim / 4;
@@ -191,11 +272,11 @@ impl<'a> Raw<'a> {
         let types = (self.block.k_type, self.block.v_type);
         let dims = (self.block.k_head_dim, self.block.v_head_dim);
         let key = VariantKey::new(kernel, types, dims, self.tiling().0, false);
-        let mut pipelines = self.pipelines.borrow_mut();
-        let pipeline = pipelines.entry(key).or_insert_with(|| self.pipeline(&key));
+        let mut pipelines = self.kernels.pipelines.borrow_mut();
+        let pipeline = pipelines.entry(key).or_insert_with(|| self.kernels.pipeline(&key));
         let (params, metadata) = step.pack();
         let uniform = |content: &[u8]| {
-            self.gpu.device.create_buffer_init(&wgpu::util::BufferInitDescriptor {
+            self.kernels.gpu.device.create_buffer_init(&wgpu::util::BufferInitDescriptor {
                 label: None,
                 contents: content,
                 usage: BufferUsages::UNIFORM,
@@ -217,10 +298,11 @@ impl<'a> Raw<'a> {
                 Kernel::Append => vec![&tensors, &buffers.key, &buffers.value],
                 _ => vec![&tensors, &buffers.query, &buffers.output],
             },
-            if self.load.is_some() { vec![&buffers.counters] } else { vec![] },
+            if self.kernels.load.is_some() { vec![&buffers.counters] } else { vec![] },
         ];
         let workgroups = self.workgroups(kernel, step);
-        let mut encoder = self.gpu.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+        let mut encoder =
+            self.kernels.gpu.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
         let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
         pass.set_pipeline(pipeline);
         for (index, group) in (0..).zip(&groups) {
@@ -232,7 +314,7 @@ impl<'a> Raw<'a> {
                         resource: buffer.as_entire_binding(),
                     })
                     .collect();
-                let bind_group = self.gpu.device.create_bind_group(&wgpu::BindGroupDescriptor {
+                let bind_group = self.kernels.gpu.device.create_bind_group(&wgpu::BindGroupDescriptor {
                     label: None,
                     layout: &pipeline.get_bind_group_layout(index),
                     entries: &entries,
@@ -240,66 +322,18 @@ impl<'a> Raw<'a> {
                 pass.set_bind_group(index, &bind_group, &[]);
             }
         }
-        pass.dispatch_workgroups(workgroups.min(self.fold), workgroups.div_ceil(self.fold), 1);
+        pass.dispatch_workgroups(
+            workgroups.min(self.kernels.fold),
+            workgroups.div_ceil(self.kernels.fold),
+            1,
+        );
         drop(pass);
-        self.gpu.queue.submit([encoder.finish()]);
+        self.kernels.gpu.queue.submit([encoder.finish()]);
     }
 
-    fn pipeline(&self, key: &VariantKey) -> wgpu::ComputePipeline {
-        let device = &self.gpu.device;
-        let replaced: Vec<_> = self.load.iter().map(|text| ("common/load.wgsl", *text)).collect();
-        let module = device.create_shader_module(wgpu::ShaderModuleDescriptor {
-            label: Some(&key.to_string()),
-            source: wgpu::ShaderSource::Wgsl(key.wgsl_with(self.fold, &replaced).into()),
-        });
-        // Uniform, read-only, or written, binding by binding.
-        let groups = [
-            "urru",
-            match key.kernel() {
-                Kernel::Append | Kernel::BlockCopy => "w",
-                Kernel::AttentionMerge => "r",
-                _ => "rw",
-            },
-            match key.kernel() {
-                Kernel::BlockCopy => "",
-                Kernel::Append => "urr",
-                _ => "urw",
-            },
-            if self.load.is_some() { "w" } else { "" },
-        ];
-        let layouts = groups.map(|bindings| {
-            let entries: Vec<_> = (0..)
-                .zip(bindings.chars())
-                .map(|(binding, kind)| wgpu::BindGroupLayoutEntry {
-                    binding,
-                    visibility: ShaderStages::COMPUTE,
-                    ty: wgpu::BindingType::Buffer {
-                        ty: match kind {
-                            'u' => wgpu::BufferBindingType::Uniform,
-                            kind => wgpu::BufferBindingType::Storage { read_only: kind == 'r' },
-                        },
-                        has_dynamic_offset: false,
-                        min_binding_size: None,
-                    },
-                    count: None,
-                })
-                .collect();
-            device.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: None, entries: &entries })
-        });
-        let layouts: Vec<_> = layouts.iter().map(Some).collect();
-        let layout = device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
-            label: None,
-            bind_group_layouts: &layouts,
-            immediate_size: 0,
-        });
-        device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
-            label: Some(&key.to_string()),
-            layout: Some(&layout),
-            module: &module,
-            entry_point: Some(key.kernel().name()),
-            compilation_options: wgpu::PipelineCompilationOptions::default(),
-            cache: None,
-        })
+    /// The content of a buffer, once all that was submitted before has run.
+    pub(crate) fn read<T: Pod>(&self, buffer: &wgpu::Buffer) -> Vec<T> {
+        read(self.kernels.gpu, buffer)
     }
 }
 

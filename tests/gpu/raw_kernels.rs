@@ -6,26 +6,18 @@
 use paged_kv::reference::{Rows, append, block_copy};
 use paged_kv::shaders::Kernel;
 use paged_kv::{
-    BlockCopy, CacheConfig, DIRECT, DecodeItem, KvFormat, KvPart, KvType, MergeItem, ModelShape, PADDING_SLOT,
-    PrefillItem,
+    BlockCopy, CacheConfig, DIRECT, DecodeItem, KvFormat, KvPart, KvType, MergeItem, ModelShape,
+    PADDING_SLOT, PrefillItem,
 };
 
-use crate::device::{TestAdapter, TestDevice, on_each_adapter};
-use crate::raw::{Raw, RawStep, read};
+use crate::device::on_each_adapter;
+use crate::device_rig::{on_each_adapter_but_gl, open};
+use crate::raw::{RawKernels, RawStep};
 use crate::rig::Rig;
-
-fn open(adapter: &TestAdapter) -> TestDevice {
-    adapter.request_device(wgpu::Limits::default(), wgpu::Features::empty()).expect("the default limits")
-}
-
-fn raw<'a>(gpu: &'a TestDevice, rig: &Rig) -> Raw<'a> {
-    Raw::new(gpu, *rig.kv.config().layout(), rig.shape.num_query_heads, rig.kv.config().table_entries())
-}
 
 /// A pool of many blocks, whose tables would be too large at their usual size: `max_sequences` of `max_tokens` tokens.
 fn large(kv_heads: u32, block_size: u32, num_blocks: u32, max_sequences: u32, max_tokens: u32) -> Rig {
-    let shape =
-        ModelShape { num_layers: 1, num_query_heads: kv_heads, num_kv_heads: kv_heads, head_dim: 8 };
+    let shape = ModelShape { num_layers: 1, num_query_heads: kv_heads, num_kv_heads: kv_heads, head_dim: 8 };
     let config = CacheConfig::for_blocks(num_blocks, &shape, KvType::F16)
         .and_then(|config| config.with_max_sequences(max_sequences))
         .and_then(|config| config.with_max_sequence_tokens(max_tokens))
@@ -61,17 +53,32 @@ fn append_writes_the_twins_words() {
     // Beside random values: halfway between two 16-bit floats on either side of an even one, the edges of the
     // subnormals, what rounds up to the largest finite value and what lies beyond.
     let odd = [
-        1.00048828125, 1.00146484375, 6.1035156e-5, 6.0975552e-5, 5.9604645e-8, 2.9802322e-8, 8.940697e-8, 1e-30,
-        -0.0, 65503.9, 65520.0, -1e9, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, 0.1,
+        1.00048828125,
+        1.00146484375,
+        6.1035156e-5,
+        6.0975552e-5,
+        5.9604645e-8,
+        2.9802322e-8,
+        8.940697e-8,
+        1e-30,
+        -0.0,
+        65503.9,
+        65520.0,
+        -1e9,
+        f32::INFINITY,
+        f32::NEG_INFINITY,
+        f32::MAX,
+        0.1,
     ];
     on_each_adapter(|adapter| {
         let gpu = open(adapter);
+        let kernels = RawKernels::new(&gpu);
         for (k_type, v_type) in ALL_FORMATS {
             for (block_size, k_dim, v_dim) in [(1, 8, 8), (4, 40, 24), (16, 64, 128)] {
                 let format = KvFormat::new(k_type, v_type).with_v_head_dim(v_dim);
                 let mut rig = Rig::new((3, 3, k_dim), format, block_size, 64);
                 rig.cpu.words_mut().fill(0xdead_beef);
-                let raw = raw(&gpu, &rig);
+                let raw = kernels.of(&rig);
                 let mut slots: Vec<u32> = (0..64 * block_size).collect();
                 rig.random.shuffle(&mut slots);
                 slots.truncate(24);
@@ -89,43 +96,26 @@ fn append_writes_the_twins_words() {
                 let key = Rows::new(&key, 3 * k_dim as usize);
                 let value = Rows::new(&value, 3 * v_dim as usize);
                 append(&mut rig.cpu, 0, &slots, key, value);
-                assert!(read::<u32>(&gpu, &buffers.arena) == rig.cpu.words(), "{k_type} {v_type} P {block_size}");
+                assert!(
+                    raw.read::<u32>(&buffers.arena) == rig.cpu.words(),
+                    "{k_type} {v_type} P {block_size}"
+                );
             }
         }
     });
 }
 
 #[test]
-fn b23_padding_rows_write_nothing() {
+fn block_copy_writes_the_twins_words() {
     on_each_adapter(|adapter| {
         let gpu = open(adapter);
-        let rig = Rig::new((1, 1, 8), KvType::F16, 4, 4);
-        let raw = raw(&gpu, &rig);
-        let before: Vec<u32> = (0..rig.cpu.words().len() as u32).collect();
-        let mut rows = [f32::NAN; 4 * 8];
-        rows[..8].fill(2.0);
-        let slot_mapping = vec![3, PADDING_SLOT, PADDING_SLOT, PADDING_SLOT];
-        let mut buffers = raw.buffers(&before, &[]);
-        (buffers.key, buffers.value) = (raw.buffer(&rows), raw.buffer(&rows));
-        raw.dispatch(Kernel::Append, &RawStep { slot_mapping, ..RawStep::default() }, &buffers);
-        let after: Vec<u32> = read(&gpu, &buffers.arena);
-        let changed: Vec<u32> = (0..after.len() as u32).filter(|&i| after[i as usize] != i).collect();
-        // Slot 3 of block 0: four words of its key, and of its value behind the keys of four slots.
-        assert_eq!(changed, [12, 13, 14, 15, 28, 29, 30, 31]);
-        assert!(changed.iter().all(|&i| after[i as usize] == 0x4000_4000));
-    });
-}
-
-#[test]
-fn b41_block_copy_writes_the_twins_words() {
-    on_each_adapter(|adapter| {
-        let gpu = open(adapter);
+        let kernels = RawKernels::new(&gpu);
         for (k_type, v_type) in ALL_FORMATS {
             // More than the 1024 units of 16 bytes that one workgroup copies, and less.
             for (block_size, head_dim) in [(1, 8), (64, 128)] {
                 let mut rig = Rig::new((3, 3, head_dim), KvFormat::new(k_type, v_type), block_size, 16);
                 (0..).zip(rig.cpu.words_mut()).for_each(|(index, word)| *word = index);
-                let raw = raw(&gpu, &rig);
+                let raw = kernels.of(&rig);
                 // A fan-out, a copy of a block with itself, the first and the last block.
                 let block_copies: Vec<BlockCopy> = [(0, 5), (0, 7), (3, 3), (15, 2), (8, 14)]
                     .map(|(source, destination)| BlockCopy { source, destination })
@@ -134,25 +124,38 @@ fn b41_block_copy_writes_the_twins_words() {
                 let step = RawStep { block_copies: block_copies.clone(), ..RawStep::default() };
                 raw.dispatch(Kernel::BlockCopy, &step, &buffers);
                 block_copy(&mut rig.cpu, &block_copies);
-                assert!(read::<u32>(&gpu, &buffers.arena) == rig.cpu.words(), "{k_type} {v_type} P {block_size}");
+                assert!(
+                    raw.read::<u32>(&buffers.arena) == rig.cpu.words(),
+                    "{k_type} {v_type} P {block_size}"
+                );
             }
         }
     });
 }
 
 /// One row of a sequence of 100 tokens, seen in the given spans: the kernels' partial results and their merge.
-fn merged(gpu: &TestDevice, rig: &Rig, spans: &[(u32, u32)], query: &[f32]) -> Vec<f32> {
-    let raw = raw(gpu, rig);
+fn merged(kernels: &RawKernels<'_>, rig: &Rig, spans: &[(u32, u32)], query: &[f32]) -> Vec<f32> {
+    let raw = kernels.of(rig);
     let decode_items = (0..)
         .zip(spans)
-        .map(|(partial, &(first_token, end_token))| DecodeItem { sequence: 0, first_token, end_token, partial })
+        .map(|(partial, &(first_token, end_token))| DecodeItem {
+            sequence: 0,
+            first_token,
+            end_token,
+            partial,
+        })
         .collect();
     let step = RawStep {
         query_starts: vec![0, 1],
         context_lens: vec![100],
         table_rows: vec![0],
         decode_items,
-        merge_items: vec![MergeItem { row: 0, first_partial: 0, num_partials: spans.len() as u32, padding: 0 }],
+        merge_items: vec![MergeItem {
+            row: 0,
+            first_partial: 0,
+            num_partials: spans.len() as u32,
+            padding: 0,
+        }],
         ..RawStep::default()
     };
     let table: Vec<u32> = (0..rig.kv.config().table_entries()).rev().collect();
@@ -164,26 +167,26 @@ fn merged(gpu: &TestDevice, rig: &Rig, spans: &[(u32, u32)], query: &[f32]) -> V
     buffers.output = raw.buffer(&vec![f32::NAN; heads * rig.v_len]);
     raw.dispatch(Kernel::AttentionDecode, &step, &buffers);
     raw.dispatch(Kernel::AttentionMerge, &step, &buffers);
-    read(gpu, &buffers.output)
+    raw.read(&buffers.output)
 }
 
 #[test]
 fn b05_spans_without_keys_count_as_nothing_and_rows_without_keys_are_zero() {
     on_each_adapter(|adapter| {
         let gpu = open(adapter);
+        let kernels = RawKernels::new(&gpu);
         let mut rig = Rig::new((2, 1, 8), KvType::F32, 4, 32);
         randomise(&mut rig);
         let query: Vec<f32> = (0..16).map(|_| rig.random.unit()).collect();
-        let plain = merged(&gpu, &rig, &[(0, 64), (64, 100)], &query);
-        let with_empty =
-            merged(&gpu, &rig, &[(0, 0), (0, 64), (64, 64), (64, 100), (0, 0)], &query);
+        let plain = merged(&kernels, &rig, &[(0, 64), (64, 100)], &query);
+        let with_empty = merged(&kernels, &rig, &[(0, 0), (0, 64), (64, 64), (64, 100), (0, 0)], &query);
         assert!(plain.iter().all(|x| x.is_finite()));
         assert_eq!(plain, with_empty);
-        assert_eq!(merged(&gpu, &rig, &[(0, 0), (64, 64)], &query), [0.0; 16]);
+        assert_eq!(merged(&kernels, &rig, &[(0, 0), (64, 64)], &query), [0.0; 16]);
 
         // A row of its own, of length 0, all keys and values NaN.
         rig.cpu.words_mut().fill(f32::NAN.to_bits());
-        let raw = raw(&gpu, &rig);
+        let raw = kernels.of(&rig);
         let item = DecodeItem { sequence: 0, first_token: 0, end_token: 0, partial: DIRECT };
         let step = RawStep {
             query_starts: vec![0, 1],
@@ -195,7 +198,7 @@ fn b05_spans_without_keys_count_as_nothing_and_rows_without_keys_are_zero() {
         let mut buffers = raw.buffers(rig.cpu.words(), &[0; 32]);
         (buffers.query, buffers.output) = (raw.buffer(&query), raw.buffer(&[f32::NAN; 16]));
         raw.dispatch(Kernel::AttentionDecode, &step, &buffers);
-        assert_eq!(read::<f32>(&gpu, &buffers.output), [0.0; 16]);
+        assert_eq!(raw.read::<f32>(&buffers.output), [0.0; 16]);
     });
 }
 
@@ -220,8 +223,8 @@ fn load_table_entry(index: u32) -> u32 {
 ";
 
 /// Loads of keys and values (16 bytes each) and of table entries that `kernel` makes for a step over a zeroed cache.
-fn loads(gpu: &TestDevice, rig: &Rig, kernel: Kernel, step: &RawStep) -> [u32; 3] {
-    let raw = raw(gpu, rig).with_load(COUNTED_LOADS);
+fn loads(kernels: &RawKernels<'_>, rig: &Rig, kernel: Kernel, step: &RawStep) -> [u32; 3] {
+    let raw = kernels.of(rig);
     let tables = vec![0u32; rig.kv.config().table_entries() as usize];
     let mut buffers = raw.buffers(rig.cpu.words(), &tables);
     let rows = *step.query_starts.last().expect("the end of the last sequence") as usize;
@@ -230,21 +233,27 @@ fn loads(gpu: &TestDevice, rig: &Rig, kernel: Kernel, step: &RawStep) -> [u32; 3
     buffers.output = raw.buffer(&vec![0f32; rows * heads * rig.v_len]);
     buffers.partials = raw.buffer(&vec![0f32; step.decode_items.len() * heads * (rig.v_len + 4)]);
     raw.dispatch(kernel, step, &buffers);
-    let counters: Vec<u32> = read(gpu, &buffers.counters);
+    let counters: Vec<u32> = raw.read(&buffers.counters);
     [counters[0], counters[1], counters[2]]
 }
 
 #[test]
 fn decode_loads_each_key_value_and_table_entry_once_for_all_query_heads() {
-    on_each_adapter(|adapter| {
+    on_each_adapter_but_gl(|adapter| {
         let gpu = open(adapter);
+        let kernels = RawKernels::with_load(&gpu, COUNTED_LOADS);
         for block_size in [1, 16, 256] {
             // Three kv heads of 150 tokens in spans of 128 (or one, where a block is larger).
             let span = block_size.max(128);
             let spans: &[(u32, u32)] = if span < 150 { &[(0, 128), (128, 150)] } else { &[(0, 150)] };
             let decode_items: Vec<DecodeItem> = (0..)
                 .zip(spans)
-                .map(|(partial, &(first_token, end_token))| DecodeItem { sequence: 0, first_token, end_token, partial })
+                .map(|(partial, &(first_token, end_token))| DecodeItem {
+                    sequence: 0,
+                    first_token,
+                    end_token,
+                    partial,
+                })
                 .collect();
             let step = RawStep {
                 query_starts: vec![0, 1],
@@ -259,7 +268,7 @@ fn decode_loads_each_key_value_and_table_entry_once_for_all_query_heads() {
             // More than eight query heads per kv head go in tiles, each of which reads everything once.
             for (ratio, tiles) in [(1, 1), (3, 1), (8, 1), (16, 2), (71, 9)] {
                 let rig = Rig::new((3 * ratio, 3, 40), format, block_size, 256);
-                let counted = loads(&gpu, &rig, Kernel::AttentionDecode, &step);
+                let counted = loads(&kernels, &rig, Kernel::AttentionDecode, &step);
                 assert_eq!(counted, once.map(|loads| loads * tiles), "P {block_size}, ratio {ratio}");
             }
         }
@@ -268,8 +277,9 @@ fn decode_loads_each_key_value_and_table_entry_once_for_all_query_heads() {
 
 #[test]
 fn prefill_loads_each_visible_key_and_value_once_per_tile_of_queries() {
-    on_each_adapter(|adapter| {
+    on_each_adapter_but_gl(|adapter| {
         let gpu = open(adapter);
+        let kernels = RawKernels::with_load(&gpu, COUNTED_LOADS);
         // Twelve rows behind 60 tokens.
         for (ratio, block_size) in [(1, 16), (3, 16), (8, 16), (3, 1), (3, 64)] {
             let rig = Rig::new((2 * ratio, 2, 40), KvType::F16, block_size, 128);
@@ -278,7 +288,12 @@ fn prefill_loads_each_visible_key_and_value_once_per_tile_of_queries() {
                 (0..queries).step_by(8).map(|first| (first, queries.min(first + 8))).collect();
             let prefill_items = tiles
                 .iter()
-                .map(|&(first_query, end_query)| PrefillItem { sequence: 0, first_query, end_query, padding: 0 })
+                .map(|&(first_query, end_query)| PrefillItem {
+                    sequence: 0,
+                    first_query,
+                    end_query,
+                    padding: 0,
+                })
                 .collect();
             let step = RawStep {
                 query_starts: vec![0, 12],
@@ -291,7 +306,7 @@ fn prefill_loads_each_visible_key_and_value_once_per_tile_of_queries() {
             let ends = || tiles.iter().map(|&(_, end)| 60 + (end - 1) / ratio + 1);
             let keys: u32 = ends().sum();
             let entries: u32 = ends().map(|end| end.div_ceil(block_size)).sum();
-            let counted = loads(&gpu, &rig, Kernel::AttentionPrefill, &step);
+            let counted = loads(&kernels, &rig, Kernel::AttentionPrefill, &step);
             assert_eq!(counted, [2 * keys * 5, 2 * keys * 5, 2 * entries], "ratio {ratio}, P {block_size}");
         }
     });
@@ -301,15 +316,16 @@ fn prefill_loads_each_visible_key_and_value_once_per_tile_of_queries() {
 fn b25_append_reaches_every_row_beyond_65535() {
     on_each_adapter(|adapter| {
         let gpu = open(adapter);
+        let kernels = RawKernels::new(&gpu);
         let mut rig = large(1, 16, 4097, 1, 16);
-        let raw = raw(&gpu, &rig);
+        let raw = kernels.of(&rig);
         let slot_mapping: Vec<u32> = (0..65_537).rev().collect();
         let rows: Vec<f32> = (0..65_537 * 8).map(|index| (index % 2048) as f32).collect();
         let mut buffers = raw.buffers(rig.cpu.words(), &[]);
         (buffers.key, buffers.value) = (raw.buffer(&rows), raw.buffer(&rows));
         append(&mut rig.cpu, 0, &slot_mapping, Rows::new(&rows, 8), Rows::new(&rows, 8));
         raw.dispatch(Kernel::Append, &RawStep { slot_mapping, ..RawStep::default() }, &buffers);
-        assert!(read::<u32>(&gpu, &buffers.arena) == rig.cpu.words());
+        assert!(raw.read::<u32>(&buffers.arena) == rig.cpu.words());
     });
 }
 
@@ -317,16 +333,17 @@ fn b25_append_reaches_every_row_beyond_65535() {
 fn b25_block_copy_reaches_every_pair_beyond_65535() {
     on_each_adapter(|adapter| {
         let gpu = open(adapter);
+        let kernels = RawKernels::new(&gpu);
         let mut rig = large(1, 1, 2 * 65_537, 1, 1);
         (0..).zip(rig.cpu.words_mut()).for_each(|(index, word)| *word = index);
-        let raw = raw(&gpu, &rig);
+        let raw = kernels.of(&rig);
         let block_copies: Vec<BlockCopy> = (0..65_537)
             .map(|pair| BlockCopy { source: 2 * pair, destination: 2 * (65_536 - pair) + 1 })
             .collect();
         let buffers = raw.buffers(rig.cpu.words(), &[]);
         block_copy(&mut rig.cpu, &block_copies);
         raw.dispatch(Kernel::BlockCopy, &RawStep { block_copies, ..RawStep::default() }, &buffers);
-        assert!(read::<u32>(&gpu, &buffers.arena) == rig.cpu.words());
+        assert!(raw.read::<u32>(&buffers.arena) == rig.cpu.words());
     });
 }
 
@@ -334,10 +351,11 @@ fn b25_block_copy_reaches_every_pair_beyond_65535() {
 fn b25_decode_reaches_every_row_and_head_beyond_65535_workgroups() {
     on_each_adapter(|adapter| {
         let gpu = open(adapter);
+        let kernels = RawKernels::new(&gpu);
         // 2048 sequences of one token and 40 kv heads: 81,920 workgroups. The output is each head's value, a small
         // integer that 16 bits hold exactly.
         let mut rig = large(40, 1, 2048, 2048, 1);
-        let raw = raw(&gpu, &rig);
+        let raw = kernels.of(&rig);
         let value = |block: u32, head: u32| [((block * 40 + head) % 2039) as f32; 8];
         for block in 0..2048 {
             for head in 0..40 {
@@ -358,7 +376,7 @@ fn b25_decode_reaches_every_row_and_head_beyond_65535_workgroups() {
         buffers.query = raw.buffer(&vec![0f32; 2048 * 40 * 8]);
         buffers.output = raw.buffer(&vec![f32::NAN; 2048 * 40 * 8]);
         raw.dispatch(Kernel::AttentionDecode, &step, &buffers);
-        let output: Vec<f32> = read(&gpu, &buffers.output);
+        let output: Vec<f32> = raw.read(&buffers.output);
         let expected: Vec<f32> =
             (0..2048).rev().flat_map(|block| (0..40).flat_map(move |head| value(block, head))).collect();
         assert!(output == expected);

@@ -9,9 +9,7 @@ use std::mem::offset_of;
 use naga::back::{hlsl, msl, spv};
 use naga::proc::{BoundsCheckPolicies, BoundsCheckPolicy};
 use naga::valid::{Capabilities, ModuleInfo, SubgroupOperationSet, ValidationFlags, Validator};
-use paged_kv::shaders::{
-    LayerParams, StepParams, TensorParams, VariantKey, all_variants, sample_variants,
-};
+use paged_kv::shaders::{LayerParams, StepParams, TensorParams, VariantKey, all_variants, sample_variants};
 
 /// Names and offsets of fields.
 macro_rules! offsets {
@@ -35,9 +33,8 @@ fn validated(key: &VariantKey) -> (naga::Module, ModuleInfo) {
     let mut validator = Validator::new(ValidationFlags::all(), capabilities);
     validator.subgroup_operations(SubgroupOperationSet::all());
     validator.subgroup_stages(naga::valid::ShaderStages::COMPUTE);
-    let info = validator
-        .validate(&module)
-        .unwrap_or_else(|error| panic!("{key}: {}", error.emit_to_string(&text)));
+    let info =
+        validator.validate(&module).unwrap_or_else(|error| panic!("{key}: {}", error.emit_to_string(&text)));
     (module, info)
 }
 
@@ -56,7 +53,12 @@ fn every_variant_passes_naga_and_its_writers() {
 }
 
 fn policies(policy: BoundsCheckPolicy) -> BoundsCheckPolicies {
-    BoundsCheckPolicies { index: policy, buffer: policy, image_load: policy, binding_array: BoundsCheckPolicy::Unchecked }
+    BoundsCheckPolicies {
+        index: policy,
+        buffer: policy,
+        image_load: policy,
+        binding_array: BoundsCheckPolicy::Unchecked,
+    }
 }
 
 fn policy(checked: bool) -> BoundsCheckPolicy {
@@ -165,7 +167,10 @@ fn no_variant_needs_more_than_the_default_limits() {
                 _ => {}
             }
         }
-        assert!(storage <= limits.max_storage_buffers_per_shader_stage.min(6), "{key}: {storage} storage buffers");
+        assert!(
+            storage <= limits.max_storage_buffers_per_shader_stage.min(6),
+            "{key}: {storage} storage buffers"
+        );
         // Little enough for a dozen workgroups on a core with 64 KiB.
         assert!(workgroup_bytes <= 5 * 1024, "{key}: {workgroup_bytes} bytes of workgroup memory");
     }
@@ -205,7 +210,9 @@ fn host_structs_have_the_offsets_of_the_shaders() {
     for key in sample_variants() {
         let (module, _) = validated(&key);
         for (_, ty) in module.types.iter() {
-            let Some((size, fields)) = ty.name.as_deref().and_then(|name| expected.get(name)) else { continue };
+            let Some((size, fields)) = ty.name.as_deref().and_then(|name| expected.get(name)) else {
+                continue;
+            };
             let naga::TypeInner::Struct { members, span } = &ty.inner else { panic!("{ty:?} is no struct") };
             assert_eq!(*span as usize, *size, "{key}: {:?}", ty.name);
             let found: Vec<_> = members

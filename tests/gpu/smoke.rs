@@ -26,10 +26,16 @@ impl Gpu {
             buffer
         };
         let out_len = rows as usize * rig.shape.num_query_heads as usize * rig.v_len;
-        let (query, key) = (make(&tensors.query, BufferUsages::COPY_DST), make(&tensors.key, BufferUsages::COPY_DST));
+        let (query, key) =
+            (make(&tensors.query, BufferUsages::COPY_DST), make(&tensors.key, BufferUsages::COPY_DST));
         let value = make(&tensors.value, BufferUsages::COPY_DST);
         let output = make(&vec![f32::NAN; out_len], BufferUsages::COPY_DST | BufferUsages::COPY_SRC);
-        let slice = |buffer, elements: usize| TensorSlice { buffer, offset: 0, row_stride: elements as u32 / rows, rows };
+        let slice = |buffer, elements: usize| TensorSlice {
+            buffer,
+            offset: 0,
+            row_stride: elements as u32 / rows,
+            rows,
+        };
         let bound = self
             .attention
             .bind_tensors(&LayerTensors {
@@ -65,8 +71,12 @@ impl Gpu {
 fn a_conversation_runs_on_every_adapter() {
     on_each_adapter(|adapter| {
         for subgroups in [false, true] {
-            for format in [KvFormat::from(KvType::F16), KvType::F32.into(), KvFormat::new(KvType::F16, KvType::F32)] {
-                for (heads, block_size) in [((9, 3, 64), 16), ((2, 2, 80), 4), ((11, 1, 128), 256), ((4, 4, 8), 1)] {
+            for format in
+                [KvFormat::from(KvType::F16), KvType::F32.into(), KvFormat::new(KvType::F16, KvType::F32)]
+            {
+                for (heads, block_size) in
+                    [((9, 3, 64), 16), ((2, 2, 80), 4), ((11, 1, 128), 256), ((4, 4, 8), 1)]
+                {
                     if subgroups && !adapter.features().contains(wgpu::Features::SUBGROUP) {
                         continue;
                     }
@@ -81,7 +91,9 @@ fn a_conversation_runs_on_every_adapter() {
                             .expect("an attention object");
                     let mut gpu = Gpu { gpu, attention };
                     let tables: Vec<_> = (0..3).map(|_| rig.open()).collect();
-                    for pushes in [[(0, 100), (1, 65), (2, 1)], [(0, 37), (1, 1), (2, 60)], [(0, 1), (1, 1), (2, 1)]] {
+                    for pushes in
+                        [[(0, 100), (1, 65), (2, 1)], [(0, 37), (1, 1), (2, 60)], [(0, 1), (1, 1), (2, 1)]]
+                    {
                         let pushes: Vec<_> = pushes.map(|(i, n): (usize, u32)| (tables[i], n)).into();
                         let plan = rig.plan(&pushes);
                         let tensors = rig.tensors(&plan);

@@ -41,6 +41,11 @@ impl Adapters {
         self.adapters.first()
     }
 
+    /// All of them.
+    pub fn all(&self) -> &[wgpu::Adapter] {
+        &self.adapters
+    }
+
     /// Their names, each with its interface: `llvmpipe (LLVM 15.0.6, 256 bits) on vulkan`.
     pub fn labels(&self) -> Vec<String> {
         self.adapters.iter().map(|adapter| label(&adapter.get_info())).collect()
@@ -89,16 +94,23 @@ impl Gpu {
             required_limits: paged_kv::recommended_limits(adapter, base_limits),
             ..Default::default()
         };
-        let info = adapter.get_info();
         match pollster::block_on(adapter.request_device(&descriptor)) {
-            Ok((device, queue)) => Ok(Self {
-                device,
-                queue,
-                label: label(&info),
-                is_software: info.device_type == wgpu::DeviceType::Cpu,
-                max_tile_rows: if info.subgroup_max_size <= 4 { MAX_TILE_ROWS / 2 } else { MAX_TILE_ROWS },
-            }),
-            Err(source) => Err(GpuError::NoDevice { adapter: label(&info), source }),
+            Ok((device, queue)) => Ok(Self::from_device(device, queue)),
+            Err(error) => {
+                Err(GpuError::NoDevice { adapter: label(&adapter.get_info()), source: Box::new(error) })
+            }
+        }
+    }
+
+    /// A device that the application has opened itself.
+    pub fn from_device(device: wgpu::Device, queue: wgpu::Queue) -> Self {
+        let info = device.adapter_info();
+        Self {
+            device,
+            queue,
+            label: label(&info),
+            is_software: info.device_type == wgpu::DeviceType::Cpu,
+            max_tile_rows: if info.subgroup_max_size <= 4 { MAX_TILE_ROWS / 2 } else { MAX_TILE_ROWS },
         }
     }
 }

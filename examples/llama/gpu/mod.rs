@@ -17,6 +17,8 @@ mod adapter;
 mod buffers;
 mod kernels;
 mod matmul;
+#[cfg(test)]
+mod tests;
 mod weights;
 
 use std::fmt;
@@ -160,24 +162,27 @@ impl GpuModel {
         }
     }
 
-    /// Waits for the last submission and hands each row of its logits to `row`, by index.
+    /// Waits for the last submission and hands each row of its logits, if it has any, to `row` by index.
     ///
     /// # Errors
     /// [`GpuError::Lost`] if the device did not finish.
     pub fn read_logits(&self, num_logit_rows: u32, mut row: impl FnMut(u32, &[f32])) -> Result<(), GpuError> {
-        let stride = logit_stride(&self.config) as usize;
-        let bytes = u64::from(num_logit_rows) * stride as u64 * 4;
-        if bytes == 0 {
-            return Ok(());
+        let lost = |reason: &dyn fmt::Display| GpuError::Lost { reason: reason.to_string() };
+        let wait = || {
+            let done = self.gpu.device.poll(wgpu::PollType::wait_indefinitely());
+            done.map_err(|error| lost(&error))
+        };
+        if num_logit_rows == 0 {
+            return wait().map(drop);
         }
-        let slice = self.activations.readback.slice(..bytes);
+        let stride = logit_stride(&self.config) as usize;
+        let slice = self.activations.readback.slice(..u64::from(num_logit_rows) * stride as u64 * 4);
         let (sender, receiver) = std::sync::mpsc::channel();
         slice.map_async(wgpu::MapMode::Read, move |result| {
             // The receiver is gone only if this function returned early with an error.
             let _ = sender.send(result);
         });
-        let lost = |reason: &dyn fmt::Display| GpuError::Lost { reason: reason.to_string() };
-        self.gpu.device.poll(wgpu::PollType::wait_indefinitely()).map_err(|error| lost(&error))?;
+        wait()?;
         match receiver.try_recv() {
             Ok(result) => result.map_err(|error| lost(&error))?,
             Err(error) => return Err(lost(&error)),

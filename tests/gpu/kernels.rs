@@ -1,0 +1,163 @@
+//! Every kernel, as an application runs them, against the f64 attention and the twin's words.
+//!
+//! One cell is one attention object: shapes, types, block size, reductions, checks and split. The cells cover every block
+//! size, head size, head ratio and pair of types, each with others of the rest. In each
+//!
+//! 1. a ragged step fills sequences of 0, 1, P-1, P, P+1 and 2P tokens, and one long enough for several spans, over blocks
+//!    in shuffled order;
+//! 2. a second step decodes some of them and prefills chunks behind the others, four times over, with other poison in the
+//!    slots that no token has.
+//!
+//! Outputs are within 1e-5 of the f64 attention over the stored keys and values, relative to the head's largest element:
+//! f32 rounds each of a few hundred terms to 6e-8, and `exp2` is allowed a few units in the last place. The poison must
+//! not change a bit of them. The arena's words equal the twin's, bit for bit.
+
+use paged_kv::{AttentionOptions, KvFormat, KvType, TableId};
+
+use crate::device::{TestAdapter, on_each_adapter};
+use crate::device_rig::{DeviceRig, on_each_adapter_but_gl, open};
+use crate::rig::{Poison, Rig};
+
+const TOLERANCE: f64 = 1e-5;
+
+/// How decode rows are split.
+#[derive(Clone, Copy, Debug)]
+enum Spans {
+    One,
+    Many,
+    /// Whatever else is in the batch, spans of 64 tokens or a block.
+    Fixed,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Cell {
+    block_size: u32,
+    /// Query and kv heads.
+    heads: (u32, u32),
+    /// Key and value head size.
+    dims: (u32, u32),
+    types: (KvType, KvType),
+    subgroups: bool,
+    checked: bool,
+    spans: Spans,
+}
+
+impl Cell {
+    fn options(&self) -> AttentionOptions {
+        let options =
+            AttentionOptions::default().allow_subgroups(self.subgroups).checked_shaders(self.checked);
+        match self.spans {
+            Spans::One => options.target_workgroups(1),
+            Spans::Many => options.target_workgroups(4096),
+            Spans::Fixed => options.fixed_span_tokens(1),
+        }
+    }
+
+    fn rig(&self) -> Rig {
+        let (query_heads, kv_heads) = self.heads;
+        let (k_type, v_type) = self.types;
+        let format = KvFormat::new(k_type, v_type).with_v_head_dim(self.dims.1);
+        // Room for all tokens of a run, 13 partly filled blocks among them.
+        let num_blocks = (300 + 11 * self.block_size).max(600).div_ceil(self.block_size) + 26;
+        Rig::new((query_heads, kv_heads, self.dims.0), format, self.block_size, num_blocks)
+    }
+
+    fn run(&self, adapter: &TestAdapter) {
+        let gpu = open(adapter);
+        let mut rig = DeviceRig::new(&gpu, self.rig(), self.options());
+        rig.host.shuffle_free_blocks();
+        let p = self.block_size;
+        let lens = [0, 1, p - 1, p, p + 1, 2 * p];
+        let decoded: Vec<TableId> = (0..7).map(|_| rig.host.open()).collect();
+        let chunked: Vec<TableId> = (0..6).map(|_| rig.host.open()).collect();
+        let long = 64.max(p) * 2 + 37;
+        let fill: Vec<(TableId, u32)> = decoded
+            .iter()
+            .zip(lens.into_iter().chain([long]))
+            .chain(chunked.iter().zip(lens))
+            .filter(|(_, len)| *len > 0)
+            .map(|(&table, len)| (table, len))
+            .collect();
+        self.step(&mut rig, &fill, &[Poison::Nan]);
+
+        let chunks = if p > 16 { [2, 9, 3, p + 1, 1, 5] } else { [2, p, p + 1, 3, 2 * p, 5] };
+        let decodes = decoded.iter().map(|&table| (table, 1));
+        let mut pushes: Vec<(TableId, u32)> = decodes
+            .zip(chunked.iter().copied().zip(chunks))
+            .flat_map(|(decode, chunk)| [decode, chunk])
+            .collect();
+        pushes.push((decoded[6], 1));
+        self.step(&mut rig, &pushes, &Poison::ALL);
+        let dispatches = rig.attention.stats().step_dispatches;
+        let expected = if matches!(self.spans, Spans::One) { 3 } else { 4 };
+        assert_eq!(dispatches, expected, "append, decode, prefill, and a merge if there are spans");
+    }
+
+    /// One step, planned and run once per poison, and committed.
+    fn step(&self, rig: &mut DeviceRig<'_>, pushes: &[(TableId, u32)], poisons: &[Poison]) {
+        let tables: Vec<TableId> = pushes.iter().map(|(table, _)| *table).collect();
+        let mut outputs: Vec<Vec<u32>> = Vec::new();
+        let mut tensors = None;
+        for &poison in poisons {
+            // Rolls the plan before it back: the same rows in the same slots.
+            let plan = rig.host.plan(pushes);
+            let tensors = tensors.get_or_insert_with(|| rig.host.tensors(&plan));
+            rig.host.poison_unused(&tables, poison);
+            rig.upload_blocks();
+            rig.host.write(&plan, tensors);
+            let result = rig.run(&plan, tensors);
+            assert!(result.arena == rig.host.cpu.words(), "{self:?}: append");
+            rig.host.assert_dense(&plan, tensors, &result.output, TOLERANCE);
+            outputs.push(result.output.iter().map(|x| x.to_bits()).collect());
+            if outputs.len() == poisons.len() {
+                rig.host.commit(plan);
+            }
+        }
+        assert!(
+            outputs.iter().all(|output| *output == outputs[0]),
+            "{self:?}: unused slots reach the output"
+        );
+    }
+}
+
+const F32: (KvType, KvType) = (KvType::F32, KvType::F32);
+const F16: (KvType, KvType) = (KvType::F16, KvType::F16);
+
+macro_rules! cells {
+    ($($name:ident: $on:ident, $block_size:literal, $heads:expr, $dims:expr, $types:expr,
+       $subgroups:literal, $checked:literal, $spans:ident;)*) => {$(
+        #[test]
+        fn $name() {
+            let cell = Cell {
+                block_size: $block_size,
+                heads: $heads,
+                dims: $dims,
+                types: $types,
+                subgroups: $subgroups,
+                checked: $checked,
+                spans: Spans::$spans,
+            };
+            $on(|adapter| cell.run(adapter));
+        }
+    )*};
+}
+
+// Name: adapters, P, (query heads, kv heads), (key size, value size), types, subgroups, checked, spans.
+cells! {
+    blocks_of_1_token_in_f32: on_each_adapter, 1, (2, 2), (8, 8), F32, false, false, Many;
+    blocks_of_4_tokens_and_3_heads_per_kv_head: on_each_adapter, 4, (3, 1), (40, 40), F16, true, true, Fixed;
+    blocks_of_16_tokens_and_5_heads_per_kv_head: on_each_adapter_but_gl, 16, (10, 2), (64, 64), F16, false, true, One;
+    blocks_of_64_tokens_and_keys_smaller_than_values:
+        on_each_adapter_but_gl, 64, (7, 1), (72, 72), (KvType::F16, KvType::F32), true, false, Many;
+    blocks_of_256_tokens: on_each_adapter_but_gl, 256, (1, 1), (80, 80), F16, false, false, Fixed;
+    sixteen_heads_per_kv_head_in_two_tiles:
+        on_each_adapter_but_gl, 16, (16, 1), (96, 96), (KvType::F32, KvType::F16), true, true, Many;
+    seventy_one_heads_per_kv_head_in_nine_tiles:
+        on_each_adapter_but_gl, 4, (71, 1), (112, 112), F16, false, false, One;
+    eight_heads_per_kv_head: on_each_adapter_but_gl, 16, (8, 1), (128, 128), F32, true, false, Fixed;
+    heads_of_136_elements: on_each_adapter_but_gl, 64, (2, 2), (136, 136), F16, true, true, Many;
+    heads_of_256_elements: on_each_adapter_but_gl, 16, (2, 2), (256, 256), F16, false, false, Many;
+    values_larger_than_keys: on_each_adapter_but_gl, 16, (3, 1), (64, 128), F16, true, false, Fixed;
+    keys_larger_than_values:
+        on_each_adapter_but_gl, 1, (2, 1), (192, 128), (KvType::F32, KvType::F16), false, true, Many;
+}
