@@ -49,12 +49,15 @@ fn a_kept_sequence_whose_blocks_others_hold_is_spared() {
 
 #[test]
 fn a_kept_sequence_is_reclaimed_where_that_only_saves_a_copy() {
-    let mut scheduler = Scheduler::new(overcommitted(0), cache(4, 4)).unwrap();
-    let chat = scheduler.add(Request::new(vec![1; 6]).max_new_tokens(0).keep(true)).unwrap();
-    run(&mut scheduler);
-    let branch = scheduler.fork(chat, 6, Request::new([7]).max_new_tokens(9)).unwrap();
-    let finished = run(&mut scheduler);
-    assert_eq!(finished[&branch.sample(0)], ((1007..1016).collect(), FinishReason::MaxTokens));
+    for config in [SchedulerConfig::default(), overcommitted(0)] {
+        let mut scheduler = Scheduler::new(config, cache(2, 4)).unwrap();
+        let chat = scheduler.add(Request::new(vec![1; 6]).max_new_tokens(0).keep(true)).unwrap();
+        run(&mut scheduler);
+        // Both blocks are shared and none is free: only the last holder can go on, in place.
+        let branch = scheduler.fork(chat, 6, Request::new([7]).max_new_tokens(1)).unwrap();
+        assert_eq!(run(&mut scheduler)[&branch.sample(0)], (vec![1007], FinishReason::MaxTokens));
+        assert_eq!(scheduler.stats().cache.block_copies, 0);
+    }
 }
 
 #[test]
@@ -148,20 +151,22 @@ fn samples_are_not_preempted_where_no_preemption_is_allowed() {
 }
 
 #[test]
-fn a_protected_sequence_that_is_cut_into_shared_blocks_does_not_lock_the_pool() {
+fn protected_sequences_that_share_and_are_cut_do_not_lock_the_pool() {
     let config = SchedulerConfig { max_preemptions: 0, ..overcommitted(0) };
-    let mut scheduler = Scheduler::new(config, cache(8, 4)).unwrap();
-    let parent = scheduler.add(Request::new(vec![1; 16]).max_new_tokens(4)).unwrap();
+    let mut scheduler = Scheduler::new(config, cache(9, 4)).unwrap();
+    let parent = scheduler.add(Request::new(vec![1; 16]).max_new_tokens(16)).unwrap();
     step(&mut scheduler);
     let child = scheduler.fork(parent, 16, Request::new([5]).max_new_tokens(3)).unwrap();
     step(&mut scheduler);
     assert_eq!(scheduler.stats().running, 2);
-    // It gives up four shared blocks: nothing becomes free, and what it needs instead is not there.
+    // It gives up four shared blocks: nothing becomes free, and what it needs instead is reserved for the parent.
     scheduler.truncate(child, 1).unwrap();
     scheduler.assert_consistent();
+    assert_eq!(scheduler.stats().waiting, 1, "it is let in again when everything can be reserved");
     let finished = run(&mut scheduler);
     assert_eq!(finished[&child.sample(0)].0.len(), 19);
-    assert_eq!(finished[&parent.sample(0)].0.len(), 2, "two of four were told before");
+    assert_eq!(finished[&parent.sample(0)].0.len(), 14, "two of 16 were told before");
+    assert_eq!(scheduler.stats().preemptions, 0);
 }
 
 #[test]
