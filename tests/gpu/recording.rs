@@ -459,11 +459,8 @@ fn a_pool_beyond_the_limits_is_refused_with_both_numbers() {
 fn out_of_memory_is_an_error_with_the_bytes_and_not_the_applications_problem() {
     // No machine has the 256 TiB that partial results of a million heads would take here. Only without its flags does
     // wgpu pass on limits beyond 32 bits.
-    let limits = Limits {
-        max_storage_buffer_binding_size: 1 << 52,
-        max_buffer_size: 1 << 52,
-        ..Limits::default()
-    };
+    let limits =
+        Limits { max_storage_buffer_binding_size: 1 << 52, max_buffer_size: 1 << 52, ..Limits::default() };
     let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
     descriptor.flags = wgpu::InstanceFlags::empty();
     descriptor.backend_options.noop =
