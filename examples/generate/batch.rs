@@ -43,8 +43,8 @@ pub(crate) struct Batch<'a> {
 }
 
 impl<'a> Batch<'a> {
-    /// Reads and checks all prompts, in the order --prompt, --prompts, --prompt-ids. A model without a known tokenizer
-    /// still takes ids.
+    /// Reads and checks all prompts, in the order --prompt, --prompts, --prompt-ids. A model without a known
+    /// tokenizer still takes ids.
     pub(crate) fn new(
         options: &'a Options,
         config: &Config,

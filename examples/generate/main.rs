@@ -5,8 +5,8 @@
 //! cargo run --release --example generate -- --model FILE.gguf --prompt "Once upon a time" --samples 4 --temperature 0.8
 //! ```
 //!
-//! The first command speaks with the toy model that is built in. The model's own part is the `llama` library beside this
-//! program; what is here is the command line, the choice of a device, and showing what comes out.
+//! The first command speaks with the toy model that is built in. The model's own part is the `llama` library beside
+//! this program; what is here is the command line, the choice of a device, and showing what comes out.
 
 mod batch;
 mod chat;

@@ -1,7 +1,7 @@
 //! The cache's side of a step, on whichever device the model is: one pool, and one call per step.
 //!
-//! Here model and cache meet. On a GPU, the model's dispatches and the cache's go into one compute pass of one encoder; on
-//! the CPU, the twins of the cache's kernels run between the model's products, on two threads or more.
+//! Here model and cache meet. On a GPU, the model's dispatches and the cache's go into one compute pass of one
+//! encoder; on the CPU, the twins of the cache's kernels run between the model's products, on two threads or more.
 
 use std::num::NonZero;
 
@@ -18,8 +18,8 @@ use crate::{
     gpu::GpuModel,
 };
 
-/// Tokens that one item of decoding reads: at most 32 items for the longest sequence. Cuts that depend on nothing else keep
-/// a sequence's bits independent of what runs beside it.
+/// Tokens that one item of decoding reads: at most 32 items for the longest sequence. Cuts that depend on nothing
+/// else keep a sequence's bits independent of what runs beside it.
 fn span_tokens(config: &Config) -> u32 {
     config.context_len.div_ceil(32).max(256)
 }

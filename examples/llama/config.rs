@@ -41,8 +41,8 @@ impl Config {
     /// Reads and checks the metadata of `file`.
     ///
     /// # Errors
-    /// [`LoadError::Architecture`] for anything but a Llama, [`LoadError::Unsupported`] for its variants with experts or
-    /// scaled rotations, and the errors of a metadata lookup.
+    /// [`LoadError::Architecture`] for anything but a Llama, [`LoadError::Unsupported`] for its variants with
+    /// experts or scaled rotations, and the errors of a metadata lookup.
     pub fn read(file: &GgufFile) -> Result<Self, LoadError> {
         let architecture = file.string("general.architecture")?;
         if architecture != "llama" {
@@ -107,8 +107,8 @@ impl Config {
         self.num_kv_heads * self.head_dim
     }
 
-    /// Where keys begin in a row that holds queries, then keys, then values: each part starts on a multiple of 256 bytes,
-    /// so that it can be bound by itself on every device.
+    /// Where keys begin in a row that holds queries, then keys, then values: each part starts on a multiple of 256
+    /// bytes, so that it can be bound by itself on every device.
     pub fn key_start(&self) -> u32 {
         self.query_len().next_multiple_of(PART_ALIGNMENT)
     }

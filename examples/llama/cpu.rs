@@ -1,8 +1,8 @@
 //! The model's forward pass on the CPU, but for attention.
 //!
-//! The same arithmetic as the kernels of [`gpu`](crate::gpu) in the same order of operations, for machines without an
-//! adapter and to check the kernels by. The large products are `candle-core`'s, on all cores; the rest is plain loops.
-//! As on a GPU, the caller attends: nothing here knows a cache.
+//! The same arithmetic as the kernels of [`gpu`](crate::gpu) in the same order of operations, for machines without
+//! an adapter and to check the kernels by. The large products are `candle-core`'s, on all cores; the rest is plain
+//! loops. As on a GPU, the caller attends: nothing here knows a cache.
 
 use candle_core::{Device, Tensor};
 

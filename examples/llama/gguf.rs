@@ -1,9 +1,9 @@
 //! A GGUF file, opened: its metadata, and its tensors as f32 on request.
 //!
-//! Reading is done by `candle-core`, which knows GGUF's header and its quantised block types. This module adds what a
-//! program owes its user: the file is checked as a whole before the first tensor is read (so that a truncated download is
-//! refused at once, with both sizes), every lookup fails with the key's or tensor's name, and shapes are compared with
-//! what the metadata promises.
+//! Reading is done by `candle-core`, which knows GGUF's header and its quantised block types. This module adds what
+//! a program owes its user: the file is checked as a whole before the first tensor is read (so that a truncated
+//! download is refused at once, with both sizes), every lookup fails with the key's or tensor's name, and shapes
+//! are compared with what the metadata promises.
 //!
 //! Tensors are dequantised one by one, when asked for: a device that copies them away never holds the model twice.
 
@@ -113,7 +113,8 @@ impl GgufFile {
     /// One tensor as f32, row-major, its shape checked: `[rows, columns]` or `[length]`.
     ///
     /// # Errors
-    /// [`LoadError::MissingTensor`], [`LoadError::WrongShape`], and [`LoadError::Malformed`] where its type is unknown.
+    /// [`LoadError::MissingTensor`], [`LoadError::WrongShape`], and [`LoadError::Malformed`] where its type is
+    /// unknown.
     pub fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<Vec<f32>, LoadError> {
         let Some(info) = self.content.tensor_infos.get(name) else {
             return Err(LoadError::MissingTensor { name: name.to_owned() });
@@ -132,8 +133,8 @@ impl GgufFile {
             .map_err(|source| LoadError::Malformed { file: self.name.clone(), source })
     }
 
-    /// Refuses a file with tensors that nobody asked for: a bias or an expert that is left out makes a model that talks
-    /// nonsense without saying why.
+    /// Refuses a file with tensors that nobody asked for: a bias or an expert that is left out makes a model that
+    /// talks nonsense without saying why.
     ///
     /// # Errors
     /// [`LoadError::Unsupported`] with the first such tensor's name.
@@ -233,8 +234,8 @@ pub(crate) fn bad_value(key: &str, expected: &'static str) -> LoadError {
     LoadError::BadValue { key: key.to_owned(), expected }
 }
 
-/// Whether the reader stopped because the file did: either it met the end, or a length that it read is larger than what
-/// is left.
+/// Whether the reader stopped because the file did: either it met the end, or a length that it read is larger than
+/// what is left.
 fn ends_early(error: &candle_core::Error) -> bool {
     match error {
         candle_core::Error::Io(error) => error.kind() == io::ErrorKind::UnexpectedEof,

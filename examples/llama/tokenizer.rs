@@ -1,8 +1,8 @@
 //! Text to tokens and back, from the tables inside a GGUF file.
 //!
 //! Two kinds are known: byte-level BPE (`tokenizer.ggml.model` = `gpt2`: a text is cut by the pre-tokenizer that
-//! `tokenizer.ggml.pre` names, its bytes are written as printable characters, and pairs are merged by rank), which the
-//! `tokenizers` crate does; and `bytes`, where a token is a byte and 256 ends a text. Special tokens such as
+//! `tokenizer.ggml.pre` names, its bytes are written as printable characters, and pairs are merged by rank), which
+//! the `tokenizers` crate does; and `bytes`, where a token is a byte and 256 ends a text. Special tokens such as
 //! `<|im_start|>` are recognised within a prompt's text.
 //!
 //! Decoding is done here, token by token into bytes: a character may be spread over several tokens, so text that is
@@ -52,8 +52,8 @@ impl Tokenizer {
     /// Builds the tokenizer that `file` describes.
     ///
     /// # Errors
-    /// [`LoadError::Unsupported`] for a kind that is not known here, [`LoadError::Tokenizer`] where its tables disagree, and
-    /// the errors of a metadata lookup.
+    /// [`LoadError::Unsupported`] for a kind that is not known here, [`LoadError::Tokenizer`] where its tables
+    /// disagree, and the errors of a metadata lookup.
     pub fn read(file: &GgufFile) -> Result<Self, LoadError> {
         match file.string("tokenizer.ggml.model")? {
             "bytes" => Ok(Self::bytes(file.optional_u32("tokenizer.ggml.eos_token_id")?)),
@@ -208,7 +208,8 @@ fn begin_token(file: &GgufFile, pre: &str) -> Result<Option<u32>, LoadError> {
     if wanted { file.optional_u32("tokenizer.ggml.bos_token_id") } else { Ok(None) }
 }
 
-/// The tokens after which a sequence ends, the one that the file names first; they need no tokenizer that is known here.
+/// The tokens after which a sequence ends, the one that the file names first; they need no tokenizer that is known
+/// here.
 ///
 /// # Errors
 /// [`LoadError::BadValue`].
@@ -230,8 +231,8 @@ fn tokenizer_error(error: tokenizers::Error) -> LoadError {
     LoadError::Tokenizer { reason: error.to_string().lines().next().unwrap_or_default().to_owned() }
 }
 
-/// The bytes that a character of a byte-level vocabulary spells: GPT-2 writes printable Latin-1 as itself, and the other
-/// bytes, in order, as the characters from U+0100 on. Anything else stands for its own UTF-8.
+/// The bytes that a character of a byte-level vocabulary spells: GPT-2 writes printable Latin-1 as itself, and the
+/// other bytes, in order, as the characters from U+0100 on. Anything else stands for its own UTF-8.
 fn char_bytes(character: char) -> Vec<u8> {
     let is_printable = |byte: u32| matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     match character as u32 {

@@ -1,7 +1,7 @@
 //! Which adapter to use, and opening it.
 //!
-//! A hardware adapter is preferred to a software one. OpenGL is looked at only when no other interface has what was asked
-//! for: its drivers are the last to get computing right. Adapters that cannot compute are not offered.
+//! A hardware adapter is preferred to a software one. OpenGL is looked at only when no other interface has what was
+//! asked for: its drivers are the last to get computing right. Adapters that cannot compute are not offered.
 
 use super::{GpuError, matmul::MAX_TILE_ROWS};
 
@@ -12,8 +12,8 @@ pub struct Adapters {
 }
 
 impl Adapters {
-    /// The adapters whose [label](Self::labels) contains `name_part`, upper and lower case being the same; all adapters if
-    /// it is `None`.
+    /// The adapters whose [label](Self::labels) contains `name_part`, upper and lower case being the same; all
+    /// adapters if it is `None`.
     pub fn find(name_part: Option<&str>) -> Self {
         let part = name_part.unwrap_or_default().to_lowercase();
         let native = Self::of(wgpu::Backends::all() - wgpu::Backends::GL, &part);

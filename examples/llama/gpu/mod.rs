@@ -1,16 +1,19 @@
 //! The model's forward pass on a GPU, but for attention.
 //!
-//! [`GpuModel`] holds the weights and the activations of one step, and records a step into the caller's compute pass:
-//! [`record_layers`](GpuModel::record_layers) leaves a gap in every layer, between the rotated queries, keys and values and
-//! the matrix behind attention, which the caller fills with the cache's own kernels. Nothing here knows a cache.
+//! [`GpuModel`] holds the weights and the activations of one step, and records a step into the caller's compute
+//! pass: [`record_layers`](GpuModel::record_layers) leaves a gap in every layer, between the rotated queries, keys
+//! and values and the matrix behind attention, which the caller fills with the cache's own kernels. Nothing here
+//! knows a cache.
 //!
 //! ```text
-//! embed ─ residual ─┬ rms_norm ─ matmul ─ rope ─ (attention) ─ matmul ─┬ rms_norm ─ matmul, silu ─ matmul ─┬ … rms_norm ─ matmul ─ logits
-//!                   └───────────────────────────────────────── add ────┴────────────────────────── add ────┘
+//! embed ─┬ rms_norm ─ matmul ─ rope ─ (attention) ─ matmul ─┬ rms_norm ─ matmul, silu ─ matmul ─┬ … next layer
+//!        └───────────────────── residual ──────────── add ──┴──────────────────────── add ──────┘
+//! … ─ rms_norm ─ matmul ─ logits
 //! ```
 //!
-//! Eight dispatches a layer without attention, all in one pass. Everything is f32. Buffers, bind groups and parameters are
-//! made when the model is loaded or when [`reserve`](GpuModel::reserve) asks for more rows, never by a step.
+//! Eight dispatches a layer without attention, all in one pass. Everything is f32. Buffers, bind groups and
+//! parameters are made when the model is loaded or when [`reserve`](GpuModel::reserve) asks for more rows, never by
+//! a step.
 
 mod activations;
 mod adapter;
@@ -53,12 +56,11 @@ impl GpuModel {
         config: Config,
         progress: &mut dyn FnMut(u64),
     ) -> Result<Self, GpuError> {
-        let mut uploader = Uploader { device: &gpu.device, file, progress, loaded_bytes: 0 };
+        let (device, queue) = (&gpu.device, &gpu.queue);
+        let mut uploader = Uploader { device, queue, file, progress, loaded_bytes: 0 };
         let weights = uploader.weights(&config)?;
         let kernels = Kernels::new(&gpu.device);
         let activations = Activations::new(&gpu.device, &config, &kernels, &weights, 1, 1)?;
-        // Uploads happen with the first submission: let it be an empty one, not the first step.
-        gpu.queue.submit([]);
         Ok(Self { gpu, config, kernels, weights, activations })
     }
 
@@ -72,8 +74,9 @@ impl GpuModel {
         &self.config
     }
 
-    /// Makes room for steps of up to `rows` rows of which `logit_rows` need logits. Returns whether buffers were replaced,
-    /// and with them what [`query_key_value`](Self::query_key_value) and [`attended`](Self::attended) return.
+    /// Makes room for steps of up to `rows` rows of which `logit_rows` need logits. Returns whether buffers were
+    /// replaced, and with them what [`query_key_value`](Self::query_key_value) and [`attended`](Self::attended)
+    /// return.
     ///
     /// # Errors
     /// [`GpuError::TooLarge`] and [`GpuError::OutOfMemory`].
@@ -114,9 +117,9 @@ impl GpuModel {
         activations.inputs.write(&self.gpu.queue, [token_ids, positions, logit_rows]);
     }
 
-    /// Records the layers for the step's first `num_rows` rows. `attend` records layer `layer`'s attention: it reads
-    /// [`query_key_value`](Self::query_key_value) and writes [`attended`](Self::attended). It may change the pass's bound
-    /// state.
+    /// Records the layers for the step's first `num_rows` rows. `attend` records layer `layer`'s attention: it
+    /// reads [`query_key_value`](Self::query_key_value) and writes [`attended`](Self::attended). It may change the
+    /// pass's bound state.
     ///
     /// # Errors
     /// What `attend` returns.
