@@ -29,7 +29,7 @@ use batch::Batch;
 use chat::Chat;
 use options::Options;
 
-/// The model that speaks without --model: trained for an hour on one book, a byte a token.
+/// The model that speaks without --model: trained on one book, a byte a token.
 const TOY: &[u8] = include_bytes!("../toy/toy.gguf");
 
 /// Why the program ends early: one line, and whether the user's input is to blame.
