@@ -27,7 +27,6 @@ fn attention_decode(@builtin(workgroup_id) workgroup: vec3<u32>, invocation: Inv
     let kv_head = (index % per_item) / layer.head_tiles;
     let first_head = (index % layer.head_tiles) * QUERIES;
     let num_queries = min(QUERIES, layer.heads_per_kv_head - first_head);
-    let head = kv_head * layer.heads_per_kv_head + first_head;
 
     var span: Span;
     span.kv_head = kv_head;
@@ -35,16 +34,14 @@ fn attention_decode(@builtin(workgroup_id) workgroup: vec3<u32>, invocation: Inv
     span.first_token = first_token;
     span.end_token = end_token;
     span.unmasked_end = end_token;
+    span.first_row = row;
+    span.first_query = first_head;
     span.num_queries = num_queries;
-    span.direct = partial == DIRECT;
+    span.partial = partial;
 
-    let query_row = row * tensors.query_stride;
-    let result_row = row * tensors.output_stride;
-    let partial_row = partial * layer.num_query_heads;
+    let start = row * tensors.query_stride + (kv_head * layer.heads_per_kv_head + first_head) * (K_HEAD_DIM / 4u);
     var queries: Queries;
-    let head_Q = head + min(QUERY_Q, num_queries - 1u);
-    queries.start_Q = query_row + head_Q * (K_HEAD_DIM / 4u);
+    queries.start_Q = start + min(QUERY_Q, num_queries - 1u) * (K_HEAD_DIM / 4u);
     queries.visible_Q = end_token;
-    queries.place_Q = select((partial_row + head_Q) * PARTIAL_VECS, result_row + head_Q * (V_HEAD_DIM / 4u), span.direct);
     attend(invocation, span, queries);
 }

@@ -32,8 +32,10 @@ fn attention_prefill(@builtin(workgroup_id) workgroup: vec3<u32>, invocation: In
     span.first_token = 0u;
     span.end_token = visible + (end_query - 1u) / heads;
     span.unmasked_end = visible + first_query / heads;
+    span.first_row = first_row;
+    span.first_query = first_query;
     span.num_queries = end_query - first_query;
-    span.direct = true;
+    span.partial = DIRECT;
 
     var queries: Queries;
     let query_Q = min(first_query + QUERY_Q, end_query - 1u);
@@ -41,6 +43,5 @@ fn attention_prefill(@builtin(workgroup_id) workgroup: vec3<u32>, invocation: In
     let head_Q = kv_head * heads + query_Q % heads;
     queries.start_Q = row_Q * tensors.query_stride + head_Q * (K_HEAD_DIM / 4u);
     queries.visible_Q = visible + query_Q / heads;
-    queries.place_Q = row_Q * tensors.output_stride + head_Q * (V_HEAD_DIM / 4u);
     attend(invocation, span, queries);
 }

@@ -404,18 +404,18 @@ impl From<CacheError> for CommitError {
 }
 
 macro_rules! umbrella {
-    ($($(#[$doc:meta])* $variant:ident($error:ty)),+ $(,)?) => {
+    ($($(#[doc = $doc:literal])* $(#[cfg($cfg:meta)])? $variant:ident($error:ty)),+ $(,)?) => {
         /// Any error of this crate, for callers that handle them alike.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[derive(Clone, Debug, PartialEq, Eq)]
         #[non_exhaustive]
         pub enum Error {
-            $($(#[$doc])* $variant($error),)+
+            $($(#[doc = $doc])* $(#[cfg($cfg)])? $variant($error),)+
         }
 
         impl fmt::Display for Error {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 match self {
-                    $(Self::$variant(error) => error.fmt(f),)+
+                    $($(#[cfg($cfg)])? Self::$variant(error) => error.fmt(f),)+
                 }
             }
         }
@@ -423,12 +423,12 @@ macro_rules! umbrella {
         impl std::error::Error for Error {
             fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
                 match self {
-                    $(Self::$variant(error) => Some(error),)+
+                    $($(#[cfg($cfg)])? Self::$variant(error) => Some(error),)+
                 }
             }
         }
 
-        $(impl From<$error> for Error {
+        $($(#[cfg($cfg)])? impl From<$error> for Error {
             fn from(error: $error) -> Self {
                 Self::$variant(error)
             }
@@ -445,4 +445,16 @@ umbrella! {
     Request(RequestError),
     /// A commit.
     Commit(CommitError),
+    /// Creating the device part.
+    #[cfg(feature = "wgpu")]
+    Device(DeviceError),
+    /// Binding tensors.
+    #[cfg(feature = "wgpu")]
+    Bind(BindError),
+    /// Preparing a step.
+    #[cfg(feature = "wgpu")]
+    Prepare(PrepareError),
+    /// Recording a step.
+    #[cfg(feature = "wgpu")]
+    Record(RecordError),
 }

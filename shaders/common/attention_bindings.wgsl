@@ -10,4 +10,5 @@
 // Results, `[rows][query heads][V_HEAD_DIM]`, rows `output_stride` apart.
 @group(2) @binding(2) var<storage, read_write> output: array<vec4<f32>>;
 
-const PARTIAL_VECS = V_HEAD_DIM / 4u + 1u;
+const HEAD_VECS = V_HEAD_DIM / 4u;
+const PARTIAL_VECS = HEAD_VECS + 1u;

@@ -31,9 +31,12 @@ struct Span {
     end_token: u32,
     // Keys below this one are seen by all queries.
     unmasked_end: u32,
+    // Row of the first query, and its number among the queries of that row and kv head.
+    first_row: u32,
+    first_query: u32,
     num_queries: u32,
-    // Whether results are final, or partial ones to be merged.
-    direct: bool,
+    // Index of the partial result, or DIRECT where the result is final.
+    partial: u32,
 }
 
 // The queries, the same for all invocations of a workgroup. Those beyond `num_queries` repeat the last one.
@@ -42,8 +45,6 @@ struct Queries {
     start_Q: u32,
     // Keys that the query sees: `0..visible`.
     visible_Q: u32,
-    // First unit of the query's result in `output` or `partials`.
-    place_Q: u32,
 }
 
 struct State {
@@ -118,9 +119,8 @@ fn attend_tile(
         if ((V_EXACT && !masked) || (group < V_KEYS && key < count)) {
             let row = tile_blocks[key >> layer.block_shift] + slot_in_block(tile + key) * V_ROW;
             let v = unpack_v(load_v_chunk(row + column));
-            let weights_Q = scratch[key * WEIGHT_VECS + QUERY_Q / 4u];
-            let sum_Q = add_weighted((*state).values_Q, weights_Q[QUERY_Q % 4u], v);
-            (*state).values_Q = select_values((*state).values_Q, sum_Q, !masked || !CAUSAL || tile + key < queries.visible_Q);
+            // One line, so that a query's new sums replace the old ones before the next query's are computed.
+            (*state).values_Q = select_values((*state).values_Q, add_weighted((*state).values_Q, scratch[key * WEIGHT_VECS + QUERY_Q / 4u][QUERY_Q % 4u], v), !masked || !CAUSAL || tile + key < queries.visible_Q);
         }
     }
     // Nobody reads this tile's blocks and weights any more.
@@ -128,24 +128,28 @@ fn attend_tile(
 }
 
 // Adds up a query's result over the groups of invocations and writes it.
-fn finish_query(lane: u32, span: Span, place: u32, values: Values, maximum: f32, sum: f32) {
+fn finish_query(lane: u32, span: Span, query: u32, values: Values, maximum: f32, sum: f32) {
+    let row = span.first_row + (span.first_query + query) / layer.heads_per_kv_head;
+    let head = span.kv_head * layer.heads_per_kv_head + (span.first_query + query) % layer.heads_per_kv_head;
     store_values(lane, values);
     // Makes all parts of the result visible.
     workgroupBarrier();
-    if (lane < V_HEAD_DIM / 4u) {
+    if (lane < HEAD_VECS) {
         var total = vec4<f32>(0.0);
         for (var group = 0u; group < V_KEYS; group++) {
             total += scratch[(group * V_ROW + lane / V_CHUNK_VECS) * V_CHUNK_VECS + lane % V_CHUNK_VECS];
         }
-        if (span.direct) {
+        if (span.partial == DIRECT) {
             // A query that saw no key has no sum, and its result is 0.
+            let place = row * tensors.output_stride + head * HEAD_VECS;
             output[place + lane] = select(total / sum, vec4<f32>(0.0), sum == 0.0);
         } else {
-            partials[place + lane] = total;
+            partials[(span.partial * layer.num_query_heads + head) * PARTIAL_VECS + lane] = total;
         }
     }
-    if (!span.direct && lane == 0u) {
-        partials[place + V_HEAD_DIM / 4u] = vec4<f32>(maximum, sum, 0.0, 0.0);
+    if (span.partial != DIRECT && lane == 0u) {
+        let place = (span.partial * layer.num_query_heads + head) * PARTIAL_VECS;
+        partials[place + HEAD_VECS] = vec4<f32>(maximum, sum, 0.0, 0.0);
     }
     // The scratch is free for the next query.
     workgroupBarrier();
@@ -164,5 +168,5 @@ fn attend(invocation: Invocation, span: Span, queries: Queries) {
     var sums: PerQuery;
     sums.v_Q = state.sum_Q;
     sums = workgroup_sum(invocation, sums);
-    if (QUERY_Q < span.num_queries) { finish_query(invocation.lane, span, queries.place_Q, state.values_Q, state.maximum_Q, sums.v_Q); }
+    if (QUERY_Q < span.num_queries) { finish_query(invocation.lane, span, QUERY_Q, state.values_Q, state.maximum_Q, sums.v_Q); }
 }

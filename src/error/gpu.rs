@@ -5,7 +5,7 @@ use std::error::Error;
 use std::fmt;
 
 /// Why the device part cannot be created on a device.
-#[derive(Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DeviceError {
     /// The cache cannot be laid out within the device's limits, or the model's shape is not supported.
@@ -41,8 +41,8 @@ pub enum DeviceError {
     Refused {
         /// The object.
         object: &'static str,
-        /// wgpu's error.
-        source: Box<dyn Error + Send + Sync>,
+        /// wgpu's reason, for the log.
+        reason: String,
     },
 }
 
@@ -60,7 +60,7 @@ impl fmt::Display for DeviceError {
                 f,
                 "no device memory for {asked_bytes} bytes of {object}, after {created_bytes} bytes had been created"
             ),
-            Self::Refused { object, source } => write!(f, "the device refused {object}: {source}"),
+            Self::Refused { object, reason } => write!(f, "the device refused {object}: {reason}"),
         }
     }
 }
@@ -69,7 +69,6 @@ impl Error for DeviceError {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         match self {
             Self::Config(error) => Some(error),
-            Self::Refused { source, .. } => Some(&**source),
             _ => None,
         }
     }

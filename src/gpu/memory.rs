@@ -48,7 +48,7 @@ pub(super) fn device_error(
 ) -> DeviceError {
     match refusal {
         Refusal::OutOfMemory => DeviceError::OutOfMemory { object, asked_bytes, created_bytes },
-        Refusal::Other(error) => DeviceError::Refused { object, source: error.to_string().into() },
+        Refusal::Other(error) => DeviceError::Refused { object, reason: error.to_string() },
     }
 }
 

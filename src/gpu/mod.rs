@@ -243,6 +243,7 @@ impl PagedAttention {
             self.slots.upload(&context, &self.queue, plan, &self.split, self.header_words)?;
         self.checker.accept(plan);
         self.stats.step_uploaded_bytes = bytes;
+        self.stats.step_dispatches = 0;
         let slot_state = self.slots.slot(slot);
         Ok(PreparedStep {
             attention: self.instance,
@@ -313,7 +314,7 @@ impl PagedAttention {
                 asked_bytes,
                 created_bytes: stats.arena_bytes + stats.table_bytes + stats.scratch_bytes,
             },
-            error => DeviceError::Refused { object: "step metadata", source: Box::new(error) },
+            error => DeviceError::Refused { object: "step metadata", reason: error.to_string() },
         })
     }
 }

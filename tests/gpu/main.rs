@@ -12,4 +12,3 @@ mod recording;
 #[path = "../core/rig.rs"]
 mod rig;
 mod shaders;
-mod smoke;
