@@ -3,10 +3,6 @@
 //! The model is a stand-in of two shaders (`project` writes queries, keys and values of the step's rows, `choose` turns
 //! attention outputs into tokens on the GPU); everything around it is what a real application does. Nothing here waits
 //! for the device: the chosen tokens arrive through `map_async`, and the step is committed in a later frame.
-//!
-//! ```text
-//! cargo run --release --example share_device
-//! ```
 
 use paged_kv::wgpu::{self, BufferUsages, PollType};
 use paged_kv::{
@@ -51,12 +47,6 @@ struct Step { rows: u32, token_ids: u32, positions: u32, num_logit_rows: u32 }
     tokens[id.x] = best;
 }";
 
-/// A step on its way: what will be committed when its tokens have arrived.
-struct InFlight {
-    plan: StepPlan,
-    arrived: Arc<AtomicBool>,
-}
-
 fn main() -> Result<(), Box<dyn Error>> {
     // An application has all this already. It asks for what the library recommends beside its own needs.
     let instance = wgpu::Instance::default();
@@ -85,26 +75,21 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut attention = PagedAttention::new(&device, &queue, SHAPE, cache)?;
 
     // The model's buffers and pipelines; the library binds its tensors once.
-    let buffer = |label, size, usage| {
-        device.create_buffer(&wgpu::BufferDescriptor {
-            label: Some(label),
-            size,
-            usage,
-            mapped_at_creation: false,
-        })
+    let rows_of = |elements| u64::from(ROWS) * elements * 4;
+    let buffer = |size, usage| {
+        device.create_buffer(&wgpu::BufferDescriptor { label: None, size, usage, mapped_at_creation: false })
     };
-    let qkv = buffer("qkv", u64::from(ROWS) * 128 * 4, BufferUsages::STORAGE);
-    let output = buffer("output", u64::from(ROWS) * 64 * 4, BufferUsages::STORAGE);
-    let step_params = buffer("step params", 16, BufferUsages::UNIFORM | BufferUsages::COPY_DST);
-    let logit_rows =
-        buffer("logit rows", u64::from(ROWS) * 4, BufferUsages::STORAGE | BufferUsages::COPY_DST);
-    let tokens = buffer("tokens", u64::from(ROWS) * 4, BufferUsages::STORAGE | BufferUsages::COPY_SRC);
-    let readback = buffer("readback", u64::from(ROWS) * 4, BufferUsages::MAP_READ | BufferUsages::COPY_DST);
+    let qkv = buffer(rows_of(128), BufferUsages::STORAGE);
+    let output = buffer(rows_of(64), BufferUsages::STORAGE);
+    let step_params = buffer(16, BufferUsages::UNIFORM | BufferUsages::COPY_DST);
+    let logit_rows = buffer(rows_of(1), BufferUsages::STORAGE | BufferUsages::COPY_DST);
+    let tokens = buffer(rows_of(1), BufferUsages::STORAGE | BufferUsages::COPY_SRC);
+    let readback = buffer(rows_of(1), BufferUsages::MAP_READ | BufferUsages::COPY_DST);
     let slice = |buffer, offset, row_stride| TensorSlice { buffer, offset, row_stride, rows: ROWS };
     let tensors = attention.bind_tensors(&LayerTensors {
         query: slice(&qkv, 0, 64),
-        key: slice(&qkv, u64::from(ROWS) * 64 * 4, 32),
-        value: slice(&qkv, u64::from(ROWS) * 96 * 4, 32),
+        key: slice(&qkv, rows_of(64), 32),
+        value: slice(&qkv, rows_of(96), 32),
         output: slice(&output, 0, 64),
     })?;
     let module = device.create_shader_module(wgpu::ShaderModuleDescriptor {
@@ -123,23 +108,19 @@ fn main() -> Result<(), Box<dyn Error>> {
     };
     let (project, choose) = (pipeline("project"), pipeline("choose"));
     let bind = |pipeline: &wgpu::ComputePipeline, entries: &[(u32, &wgpu::Buffer)]| {
-        let entries: Vec<_> = entries
-            .iter()
-            .map(|&(binding, buffer)| wgpu::BindGroupEntry { binding, resource: buffer.as_entire_binding() })
-            .collect();
-        let layout = pipeline.get_bind_group_layout(0);
-        device.create_bind_group(&wgpu::BindGroupDescriptor {
-            label: None,
-            layout: &layout,
-            entries: &entries,
-        })
+        let entry = |&(binding, buffer): &(u32, &'_ wgpu::Buffer)| wgpu::BindGroupEntry {
+            binding,
+            resource: wgpu::Buffer::as_entire_binding(buffer),
+        };
+        let entries: Vec<_> = entries.iter().map(entry).collect();
+        let layout = &pipeline.get_bind_group_layout(0);
+        device.create_bind_group(&wgpu::BindGroupDescriptor { label: None, layout, entries: &entries })
     };
     let choose_group = bind(&choose, &[(0, &step_params), (3, &output), (4, &logit_rows), (5, &tokens)]);
 
-    // Two chats.
     scheduler.add(Request::new([1, 2, 3, 4, 5]).max_new_tokens(20))?;
     scheduler.add(Request::new(vec![7; 40]).max_new_tokens(12))?;
-    let mut in_flight: Option<InFlight> = None;
+    let mut in_flight: Option<(StepPlan, Arc<AtomicBool>)> = None;
     let (mut frames, mut steps, mut finished) = (0u32, 0u32, 0u32);
 
     // The frame loop. A real one is driven by the window system and never ends.
@@ -148,24 +129,15 @@ fn main() -> Result<(), Box<dyn Error>> {
         device.poll(PollType::Poll)?; // Never waits; lets `map_async` callbacks run.
 
         // A step whose tokens have arrived is committed.
-        if let Some(step) = in_flight.take_if(|step| step.arrived.load(Ordering::Acquire)) {
-            let results: Vec<_> = {
-                let bytes = readback.slice(..).get_mapped_range()?;
-                let chosen: &[u32] = bytemuck::cast_slice(&bytes);
-                chosen[..step.plan.logit_rows().len()].iter().map(|&token| RowResult::Token(token)).collect()
-            };
+        if let Some((plan, _)) = in_flight.take_if(|(_, arrived)| arrived.load(Ordering::Acquire)) {
+            let bytes = readback.slice(..).get_mapped_range()?; // Fails if the device was lost.
+            let chosen = bytemuck::cast_slice(&bytes)[..plan.logit_rows().len()].iter();
+            let results: Vec<_> = chosen.map(|&token| RowResult::Token(token)).collect();
+            drop(bytes);
             readback.unmap();
-            for event in scheduler.commit(step.plan, &results)? {
-                match event {
-                    StepEvent::Token { sequence, token } => {
-                        println!("frame {frames}: chat {sequence} says {token}")
-                    }
-                    StepEvent::Finished { sequence, reason, .. } => {
-                        println!("frame {frames}: chat {sequence} is done ({reason})");
-                        finished += 1;
-                    }
-                    _ => {}
-                }
+            for event in scheduler.commit(plan, &results)? {
+                println!("frame {frames}: {event:?}");
+                finished += u32::from(matches!(event, StepEvent::Finished { .. }));
             }
         }
 
@@ -193,19 +165,18 @@ fn main() -> Result<(), Box<dyn Error>> {
                 pass.set_bind_group(0, &choose_group, &[]);
                 pass.dispatch_workgroups(1, 1, 1);
                 drop(pass);
-                encoder.copy_buffer_to_buffer(&tokens, 0, &readback, 0, u64::from(ROWS) * 4);
+                encoder.copy_buffer_to_buffer(&tokens, 0, &readback, 0, rows_of(1));
                 let arrived = Arc::new(AtomicBool::new(false));
-                mapped_after_submit = Some(arrived.clone());
-                in_flight = Some(InFlight { plan, arrived });
+                mapped_after_submit = Some(Arc::clone(&arrived));
+                in_flight = Some((plan, arrived));
                 steps += 1;
             }
         }
         draw(&mut encoder, &window, frames); // The frame is drawn whether a step is on its way or not.
         queue.submit([encoder.finish()]);
         if let Some(arrived) = mapped_after_submit {
-            readback.slice(..).map_async(wgpu::MapMode::Read, move |result| {
-                arrived.store(result.is_ok(), Ordering::Release)
-            });
+            let arrive = move |_| arrived.store(true, Ordering::Release);
+            readback.slice(..).map_async(wgpu::MapMode::Read, arrive);
         }
     }
     println!("{frames} frames, {steps} steps, {}", scheduler.stats().cache);
@@ -214,17 +185,14 @@ fn main() -> Result<(), Box<dyn Error>> {
 
 /// Stands for whatever the application draws.
 fn draw(encoder: &mut wgpu::CommandEncoder, window: &wgpu::TextureView, frame: u32) {
-    let shade = f64::from(frame % 256) / 255.0;
+    let color = wgpu::Color { r: f64::from(frame % 256) / 255.0, g: 0.2, b: 0.4, a: 1.0 };
     encoder.begin_render_pass(&wgpu::RenderPassDescriptor {
         label: Some("frame"),
         color_attachments: &[Some(wgpu::RenderPassColorAttachment {
             view: window,
             depth_slice: None,
             resolve_target: None,
-            ops: wgpu::Operations {
-                load: wgpu::LoadOp::Clear(wgpu::Color { r: shade, g: 0.2, b: 0.4, a: 1.0 }),
-                store: wgpu::StoreOp::Store,
-            },
+            ops: wgpu::Operations { load: wgpu::LoadOp::Clear(color), store: wgpu::StoreOp::Store },
         })],
         ..Default::default()
     });

@@ -1,4 +1,8 @@
-#![doc = include_str!("../README.md")]
+#![cfg_attr(feature = "wgpu", doc = include_str!("../README.md"))]
+#![cfg_attr(
+    not(feature = "wgpu"),
+    doc = "The host core of `paged-kv`: cache, scheduler and CPU twins, without wgpu."
+)]
 
 mod cache;
 mod config;

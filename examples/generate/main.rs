@@ -5,25 +5,28 @@
 //! cargo run --release --example generate -- --model FILE.gguf --prompt "Once upon a time" --samples 4 --temperature 0.8
 //! ```
 //!
-//! The first command speaks with the toy model that is built in. The model's own part is the `llama` library beside this
-//! program; what is here is the command line, the choice of a device, and showing what comes out.
+//! The first command speaks with the toy model that is built in. The model's own part is the `llama` library beside
+//! this program; what is here is the command line, the choice of a device, and showing what comes out.
 
+mod batch;
 mod chat;
 mod device;
 mod options;
 mod output;
-mod run;
 
 use std::{fmt, io, process::ExitCode};
 
 use clap::Parser;
 use llama::{
+    config::Config,
     engine::Engine,
     error::{LoadError, RunError},
     gguf::GgufFile,
-    tokenizer::Tokenizer,
+    tokenizer::{Tokenizer, end_tokens},
 };
 
+use batch::Batch;
+use chat::Chat;
 use options::Options;
 
 /// The model that speaks without --model: trained for an hour on one book, a byte a token.
@@ -81,21 +84,29 @@ fn generate(options: &Options) -> Result<(), Failure> {
         Some(path) => GgufFile::open(path)?,
         None => GgufFile::from_bytes("the toy model", TOY)?,
     };
+    // Everything that can be wrong with the input comes before the device is asked for and the weights are loaded.
+    let config = Config::read(&file)?;
     let tokenizer = Tokenizer::read(&file);
+    if options.chat {
+        let chat = Chat::new(options, &config, &file, tokenizer?)?;
+        let (mut engine, adapter) = load(options, &mut file)?;
+        chat.run(&mut engine, &adapter)
+    } else {
+        let batch = Batch::new(options, &config, end_tokens(&file)?, tokenizer)?;
+        let (mut engine, adapter) = load(options, &mut file)?;
+        batch.run(&mut engine, &adapter)
+    }
+}
+
+/// Opens the device and loads the model onto it, with a bar; also returns the adapter's name.
+fn load(options: &Options, file: &mut GgufFile) -> Result<(Engine, String), Failure> {
     let gpu = device::open(options.device, options.adapter.as_deref())?;
     let adapter = gpu.as_ref().map_or_else(|| "CPU".to_owned(), |gpu| gpu.label.clone());
-
     let bar = indicatif::ProgressBar::new(file.tensor_bytes());
     bar.set_style(bar_style());
-    let engine = Engine::load(&mut file, gpu, &mut |bytes| bar.set_position(bytes));
+    let engine = Engine::load(file, gpu, &mut |bytes| bar.set_position(bytes));
     bar.finish_and_clear();
-    let mut engine = engine?;
-
-    if options.chat {
-        chat::run(options, &mut engine, &file, &tokenizer?, &adapter)
-    } else {
-        run::run(options, &mut engine, tokenizer, &adapter)
-    }
+    Ok((engine?, adapter))
 }
 
 fn bar_style() -> indicatif::ProgressStyle {

@@ -27,8 +27,8 @@ pub(crate) struct Options {
     #[arg(long, value_name = "1,2,3")]
     pub(crate) prompt_ids: Vec<TokenList>,
 
-    /// Take these tokens as the first ones generated, whatever the model says (teacher forcing); nothing ends a sequence
-    /// but --max-new, which is then as many as are forced unless it is given.
+    /// Take these tokens as the first ones generated, whatever the model says (teacher forcing); nothing ends a
+    /// sequence but --max-new, which is then as many as are forced unless it is given.
     #[arg(long, value_name = "1,2,3")]
     pub(crate) force_ids: Option<TokenList>,
 
@@ -73,7 +73,7 @@ pub(crate) struct Options {
     pub(crate) max_running: Option<u32>,
 
     /// Most tokens computed in one step.
-    #[arg(long, value_name = "N", default_value_t = 256)]
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65_535))]
     pub(crate) step_tokens: u32,
 
     /// Where to compute: `auto` takes a hardware adapter, else a software one, else the CPU.

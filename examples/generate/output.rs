@@ -13,8 +13,8 @@ use llama::{
 use paged_kv::FinishReason;
 use serde_json::{Value, json};
 
-/// Text of several sequences on one terminal: the first unfinished one is shown as it grows, the others wait for their
-/// turn.
+/// Text of several sequences on one terminal: the first unfinished one is shown as it grows, the others wait for
+/// their turn.
 pub(crate) struct TextPrinter<'a> {
     tokenizer: Option<&'a Tokenizer>,
     /// The heading of each sequence: nothing where there is only one.

@@ -1,7 +1,7 @@
 //! The cache's side of a step, on whichever device the model is: one pool, and one call per step.
 //!
-//! Here model and cache meet. On a GPU, the model's dispatches and the cache's go into one compute pass of one encoder; on
-//! the CPU, the twins of the cache's kernels run between the model's products, on two threads or more.
+//! Here model and cache meet. On a GPU, the model's dispatches and the cache's go into one compute pass of one
+//! encoder; on the CPU, the twins of the cache's kernels run between the model's products, on two threads or more.
 
 use std::num::NonZero;
 
@@ -18,9 +18,11 @@ use crate::{
     gpu::GpuModel,
 };
 
-/// Keys that one item of decoding reads. Cuts that depend on nothing else keep a sequence's bits independent of what runs
-/// beside it.
-const SPAN_TOKENS: u32 = 256;
+/// Tokens that one item of decoding reads: at most 32 items for the longest sequence. Cuts that depend on nothing
+/// else keep a sequence's bits independent of what runs beside it.
+fn span_tokens(config: &Config) -> u32 {
+    config.context_len.div_ceil(32).max(256)
+}
 
 /// What the cache needs to know of the model.
 pub fn shape_of(config: &Config) -> ModelShape {
@@ -49,7 +51,7 @@ impl GpuAttention {
     ) -> Result<Self, RunError> {
         model.reserve(rows, logit_rows)?;
         let (gpu, config) = (model.gpu(), model.config());
-        let options = AttentionOptions::default().fixed_span_tokens(SPAN_TOKENS);
+        let options = AttentionOptions::default().fixed_span_tokens(span_tokens(config));
         let shape = shape_of(config);
         let mut attention = PagedAttention::with_options(&gpu.device, &gpu.queue, shape, cache, options)?;
         let part = |start: u32| TensorSlice {

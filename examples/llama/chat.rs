@@ -1,8 +1,8 @@
 //! Turns of a conversation, written the way the model was taught to read them.
 //!
-//! Two forms are known: ChatML (`<|im_start|>role … <|im_end|>`), recognised by the model's own template, and plain text
-//! for a model without a template. A turn is text to append to what the sequence already holds, so that a kept sequence
-//! computes only the new part.
+//! Two forms are known: ChatML (`<|im_start|>role … <|im_end|>`), recognised by the model's own template, and plain
+//! text for a model without a template. A turn is text to append to what the sequence already holds, so that a kept
+//! sequence computes only the new part.
 
 use crate::{error::LoadError, gguf::GgufFile};
 
@@ -66,8 +66,8 @@ fn ask(words: &str) -> String {
     chat_ml("user", words) + "<|im_start|>assistant\n"
 }
 
-/// The literal system message of a template, if it has one: what stands between the role and the end mark, unless that
-/// is an expression.
+/// The literal system message of a template, if it has one: what stands between the role and the end mark, unless
+/// that is an expression.
 fn default_system(template: &str) -> Option<&str> {
     let (_, rest) = template.split_once("<|im_start|>system\n")?;
     let (system, _) = rest.split_once("<|im_end|>")?;

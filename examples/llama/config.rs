@@ -41,8 +41,8 @@ impl Config {
     /// Reads and checks the metadata of `file`.
     ///
     /// # Errors
-    /// [`LoadError::Architecture`] for anything but a Llama, [`LoadError::Unsupported`] for its variants with experts or
-    /// scaled rotations, and the errors of a metadata lookup.
+    /// [`LoadError::Architecture`] for anything but a Llama, [`LoadError::Unsupported`] for its variants with
+    /// experts or scaled rotations, and the errors of a metadata lookup.
     pub fn read(file: &GgufFile) -> Result<Self, LoadError> {
         let architecture = file.string("general.architecture")?;
         if architecture != "llama" {
@@ -107,8 +107,8 @@ impl Config {
         self.num_kv_heads * self.head_dim
     }
 
-    /// Where keys begin in a row that holds queries, then keys, then values: each part starts on a multiple of 256 bytes,
-    /// so that it can be bound by itself on every device.
+    /// Where keys begin in a row that holds queries, then keys, then values: each part starts on a multiple of 256
+    /// bytes, so that it can be bound by itself on every device.
     pub fn key_start(&self) -> u32 {
         self.query_len().next_multiple_of(PART_ALIGNMENT)
     }
@@ -175,6 +175,8 @@ fn quotient(what: &'static str, value: u32, of: u32) -> Result<u32, LoadError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::synthetic::Synthetic;
+    use candle_core::quantized::gguf_file::Value;
 
     const CONFIG: Config = Config {
         num_layers: 1,
@@ -189,6 +191,54 @@ mod tests {
         context_len: 32,
         vocab_len: 257,
     };
+
+    fn error_of(key: &str, value: Value) -> String {
+        let model = Synthetic::new(true).set(key, value);
+        Config::read(&model.open()).expect_err("the metadata is refused").to_string()
+    }
+
+    #[test]
+    fn wrong_metadata_is_refused_with_its_key_and_number() {
+        for (key, value, message) in [
+            (
+                "general.architecture",
+                Value::String("mamba".to_owned()),
+                "the model's architecture is \"mamba\", only \"llama\" is supported",
+            ),
+            ("llama.block_count", Value::U32(0), "the model's llama.block_count is not at least 1"),
+            (
+                "llama.block_count",
+                Value::F32(2.0),
+                "the model's llama.block_count is not a whole number of 32 bits",
+            ),
+            (
+                "llama.attention.head_count_kv",
+                Value::U32(2),
+                "the model's number of query heads is 3, which is not a multiple of 2",
+            ),
+            (
+                "llama.embedding_length",
+                Value::U32(42),
+                "the model's embedding length is 42, which is not a multiple of 8",
+            ),
+            (
+                "llama.rope.scaling.type",
+                Value::String("yarn".to_owned()),
+                "the model needs rotations scaled as \"yarn\", which is not supported",
+            ),
+            (
+                "llama.expert_count",
+                Value::U32(8),
+                "the model needs a choice of experts (llama.expert_count), which is not supported",
+            ),
+        ] {
+            assert_eq!(error_of(key, value), message);
+        }
+        let mut model = Synthetic::new(true);
+        model.metadata.retain(|(key, _)| key != "llama.context_length");
+        let error = Config::read(&model.open()).expect_err("a key is missing");
+        assert_eq!(error.to_string(), "the model's metadata has no llama.context_length");
+    }
 
     #[test]
     fn queries_keys_and_values_of_a_row_can_be_bound_apart() {

@@ -1,8 +1,8 @@
 //! The model's forward pass on the CPU, but for attention.
 //!
-//! The same arithmetic as the kernels of [`gpu`](crate::gpu) in the same order of operations, for machines without an
-//! adapter and to check the kernels by. The large products are `candle-core`'s, on all cores; the rest is plain loops.
-//! As on a GPU, the caller attends: nothing here knows a cache.
+//! The same arithmetic as the kernels of [`gpu`](crate::gpu) in the same order of operations, for machines without
+//! an adapter and to check the kernels by. The large products are `candle-core`'s, on all cores; the rest is plain
+//! loops. As on a GPU, the caller attends: nothing here knows a cache.
 
 use candle_core::{Device, Tensor};
 
@@ -219,5 +219,36 @@ fn silu_mul(gates: &mut [f32], partners: &[f32]) {
 fn add(sums: &mut [f32], terms: &[f32]) {
     for (sum, term) in sums.iter_mut().zip(terms) {
         *sum += term;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::synthetic::Synthetic;
+
+    fn load(model: &Synthetic) -> Result<CpuModel, LoadError> {
+        let mut file = model.open();
+        let config = Config::read(&file)?;
+        CpuModel::load(&mut file, config, &mut |_| ())
+    }
+
+    #[test]
+    fn a_model_loads_whole_or_not_at_all() {
+        let whole = Synthetic::new(true);
+        let mut seen = Vec::new();
+        let mut file = whole.open();
+        let config = Config::read(&file).expect("the model is whole");
+        CpuModel::load(&mut file, config, &mut |bytes| seen.push(bytes)).expect("the model is whole");
+        assert!(seen.is_sorted());
+        assert_eq!(seen.last(), Some(&file.tensor_bytes()));
+
+        let error =
+            load(&Synthetic::new(true).without("blk.1.ffn_up.weight")).expect_err("a tensor is missing");
+        assert_eq!(error.to_string(), "the model has no tensor blk.1.ffn_up.weight");
+        let mut biased = Synthetic::new(true);
+        biased.push("blk.0.attn_q.bias", &[48]);
+        let error = load(&biased).expect_err("a bias is not supported");
+        assert_eq!(error.to_string(), "the model needs the tensor blk.0.attn_q.bias, which is not supported");
     }
 }

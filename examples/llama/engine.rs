@@ -1,7 +1,8 @@
 //! A loaded model that generates: many sequences at once, through one pool of blocks.
 //!
-//! An [`Engine`] holds the weights and is made once per device. A [`Session`] is one pool with its scheduler; it takes
-//! prompts, runs steps, and reports tokens as they are chosen. [`Engine::run`] is a session from prompts to outcomes.
+//! An [`Engine`] holds the weights and is made once per device. A [`Session`] is one pool with its scheduler; it
+//! takes prompts, runs steps, and reports tokens as they are chosen. [`Engine::run`] is a session from prompts to
+//! outcomes.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -130,8 +131,8 @@ impl SessionStats {
 }
 
 impl Engine {
-    /// Loads `file` onto `gpu`, or into host memory without one. `progress` is called with the bytes loaded so far, of
-    /// [`GgufFile::tensor_bytes`].
+    /// Loads `file` onto `gpu`, or into host memory without one. `progress` is called with the bytes loaded so far,
+    /// of [`GgufFile::tensor_bytes`].
     ///
     /// # Errors
     /// [`RunError::Load`] for a file that is no such model, otherwise what the device lacks.

@@ -1,7 +1,7 @@
 //! What can be wrong with a model file, and with running it.
 //!
-//! Every message is one line, lower case, and carries the numbers or names needed to act, because the examples print it
-//! as it is and leave with exit status 2.
+//! Every message is one line, lower case, and carries the numbers or names needed to act, because the examples
+//! print it as it is and leave with exit status 2.
 
 use std::{fmt, io};
 

@@ -1,9 +1,9 @@
 //! A GGUF file, opened: its metadata, and its tensors as f32 on request.
 //!
-//! Reading is done by `candle-core`, which knows GGUF's header and its quantised block types. This module adds what a
-//! program owes its user: the file is checked as a whole before the first tensor is read (so that a truncated download is
-//! refused at once, with both sizes), every lookup fails with the key's or tensor's name, and shapes are compared with
-//! what the metadata promises.
+//! Reading is done by `candle-core`, which knows GGUF's header and its quantised block types. This module adds what
+//! a program owes its user: the file is checked as a whole before the first tensor is read (so that a truncated
+//! download is refused at once, with both sizes), every lookup fails with the key's or tensor's name, and shapes
+//! are compared with what the metadata promises.
 //!
 //! Tensors are dequantised one by one, when asked for: a device that copies them away never holds the model twice.
 
@@ -113,7 +113,8 @@ impl GgufFile {
     /// One tensor as f32, row-major, its shape checked: `[rows, columns]` or `[length]`.
     ///
     /// # Errors
-    /// [`LoadError::MissingTensor`], [`LoadError::WrongShape`], and [`LoadError::Malformed`] where its type is unknown.
+    /// [`LoadError::MissingTensor`], [`LoadError::WrongShape`], and [`LoadError::Malformed`] where its type is
+    /// unknown.
     pub fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<Vec<f32>, LoadError> {
         let Some(info) = self.content.tensor_infos.get(name) else {
             return Err(LoadError::MissingTensor { name: name.to_owned() });
@@ -132,8 +133,8 @@ impl GgufFile {
             .map_err(|source| LoadError::Malformed { file: self.name.clone(), source })
     }
 
-    /// Refuses a file with tensors that nobody asked for: a bias or an expert that is left out makes a model that talks
-    /// nonsense without saying why.
+    /// Refuses a file with tensors that nobody asked for: a bias or an expert that is left out makes a model that
+    /// talks nonsense without saying why.
     ///
     /// # Errors
     /// [`LoadError::Unsupported`] with the first such tensor's name.
@@ -233,12 +234,60 @@ pub(crate) fn bad_value(key: &str, expected: &'static str) -> LoadError {
     LoadError::BadValue { key: key.to_owned(), expected }
 }
 
-/// Whether the reader stopped because the file did: either it met the end, or a length that it read is larger than what
-/// is left.
+/// Whether the reader stopped because the file did: either it met the end, or a length that it read is larger than
+/// what is left.
 fn ends_early(error: &candle_core::Error) -> bool {
     match error {
         candle_core::Error::Io(error) => error.kind() == io::ErrorKind::UnexpectedEof,
         candle_core::Error::WithBacktrace { inner, .. } => ends_early(inner),
         other => other.to_string().contains("remaining"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::synthetic::Synthetic;
+
+    fn error_of(bytes: &'static [u8]) -> String {
+        GgufFile::from_bytes("m.gguf", bytes).expect_err("the file is broken").to_string()
+    }
+
+    #[test]
+    fn a_file_that_ends_early_is_refused_before_any_tensor_is_read() {
+        let bytes = Synthetic::new(true).bytes();
+        let [needed, half] = [bytes.len(), bytes.len() / 2];
+        assert_eq!(
+            error_of(&bytes[..half]),
+            format!("m.gguf is truncated: its header describes {needed} bytes, the file has {half}")
+        );
+        for len in [4, 10, 30, 300, 900] {
+            let expected = format!("m.gguf is truncated: it ends within its header, after {len} bytes");
+            assert_eq!(error_of(&bytes[..len]), expected);
+        }
+        assert_eq!(error_of(b"not a model"), "m.gguf is not a GGUF file");
+        assert_eq!(error_of(b""), "m.gguf is not a GGUF file");
+    }
+
+    #[test]
+    fn a_file_that_is_not_there_is_named() {
+        let error = GgufFile::open(Path::new("/no/such/file")).expect_err("it is not there");
+        assert!(error.to_string().starts_with("cannot read /no/such/file: "), "{error}");
+    }
+
+    #[test]
+    fn tensors_are_checked_by_name_and_shape() {
+        let mut file = Synthetic::new(true).open();
+        let error = |result: Result<Vec<f32>, LoadError>| result.expect_err("it is refused").to_string();
+        assert_eq!(error(file.tensor("x", &[1])), "the model has no tensor x");
+        assert_eq!(
+            error(file.tensor("output_norm.weight", &[41])),
+            "the model's tensor output_norm.weight has shape [40], its metadata asks for [41]"
+        );
+        assert_eq!(file.tensor("output_norm.weight", &[40]).map(|values| values.len()).ok(), Some(40));
+        assert_eq!(
+            file.check_all_taken().expect_err("others are left").to_string(),
+            "the model needs the tensor blk.0.attn_k.weight, which is not supported"
+        );
     }
 }

@@ -1,7 +1,7 @@
 //! A Llama-architecture language model from a GGUF file, with `paged-kv` as its cache.
 //!
-//! This is the part of the examples that an application brings itself: the loader, the tokenizer, the kernels between one
-//! attention and the next, and the choice of tokens. Attention and the cache are `paged-kv`'s.
+//! This is the part of the examples that an application brings itself: the loader, the tokenizer, the kernels
+//! between one attention and the next, and the choice of tokens. Attention and the cache are `paged-kv`'s.
 //!
 //! | module | owns |
 //! |---|---|
@@ -22,4 +22,6 @@ pub mod error;
 pub mod gguf;
 pub mod gpu;
 pub mod sample;
+#[cfg(test)]
+mod synthetic;
 pub mod tokenizer;

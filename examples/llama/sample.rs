@@ -1,8 +1,8 @@
 //! Choosing the next token from a row of logits, on the host.
 //!
-//! A choice depends on the logits, the seed, and which token of which sample of which prompt it is: on nothing else. The
-//! generator has no state that neighbours in a batch could advance, so a sample is the same alone, batched, or computed
-//! again after a preemption.
+//! A choice depends on the logits, the seed, and which token of which sample of which prompt it is: on nothing
+//! else. The generator has no state that neighbours in a batch could advance, so a sample is the same alone,
+//! batched, or computed again after a preemption.
 
 /// Which token is being chosen: the sample's own coordinates, the same in every batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,7 +18,8 @@ pub struct SampleKey {
 /// How tokens are chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampler {
-    /// 0 takes the largest logit, the lowest id among equals; otherwise logits are divided by this before the softmax.
+    /// 0 takes the largest logit, the lowest id among equals; otherwise logits are divided by this before the
+    /// softmax.
     pub temperature: f32,
     /// Seed of every stream of choices.
     pub seed: u64,

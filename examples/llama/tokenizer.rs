@@ -1,8 +1,8 @@
 //! Text to tokens and back, from the tables inside a GGUF file.
 //!
 //! Two kinds are known: byte-level BPE (`tokenizer.ggml.model` = `gpt2`: a text is cut by the pre-tokenizer that
-//! `tokenizer.ggml.pre` names, its bytes are written as printable characters, and pairs are merged by rank), which the
-//! `tokenizers` crate does; and `bytes`, where a token is a byte and 256 ends a text. Special tokens such as
+//! `tokenizer.ggml.pre` names, its bytes are written as printable characters, and pairs are merged by rank), which
+//! the `tokenizers` crate does; and `bytes`, where a token is a byte and 256 ends a text. Special tokens such as
 //! `<|im_start|>` are recognised within a prompt's text.
 //!
 //! Decoding is done here, token by token into bytes: a character may be spread over several tokens, so text that is
@@ -52,8 +52,8 @@ impl Tokenizer {
     /// Builds the tokenizer that `file` describes.
     ///
     /// # Errors
-    /// [`LoadError::Unsupported`] for a kind that is not known here, [`LoadError::Tokenizer`] where its tables disagree, and
-    /// the errors of a metadata lookup.
+    /// [`LoadError::Unsupported`] for a kind that is not known here, [`LoadError::Tokenizer`] where its tables
+    /// disagree, and the errors of a metadata lookup.
     pub fn read(file: &GgufFile) -> Result<Self, LoadError> {
         match file.string("tokenizer.ggml.model")? {
             "bytes" => Ok(Self::bytes(file.optional_u32("tokenizer.ggml.eos_token_id")?)),
@@ -99,7 +99,7 @@ impl Tokenizer {
             encoder: Some(Box::new(encoder)),
             token_bytes: token_bytes.collect(),
             begin: begin_token(file, pre)?,
-            end_tokens: end_tokens(file, &tokens)?,
+            end_tokens: end_tokens(file)?,
         })
     }
 
@@ -208,12 +208,20 @@ fn begin_token(file: &GgufFile, pre: &str) -> Result<Option<u32>, LoadError> {
     if wanted { file.optional_u32("tokenizer.ggml.bos_token_id") } else { Ok(None) }
 }
 
-fn end_tokens(file: &GgufFile, tokens: &[&str]) -> Result<Vec<u32>, LoadError> {
+/// The tokens after which a sequence ends, the one that the file names first; they need no tokenizer that is known
+/// here.
+///
+/// # Errors
+/// [`LoadError::BadValue`].
+pub fn end_tokens(file: &GgufFile) -> Result<Vec<u32>, LoadError> {
     let mut ends = Vec::new();
     for key in ["tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"] {
         ends.extend(file.optional_u32(key)?);
     }
-    ends.extend(tokens.iter().zip(0u32..).filter(|(text, _)| END_TEXTS.contains(text)).map(|(_, id)| id));
+    if file.value("tokenizer.ggml.tokens").is_some() {
+        let tokens = file.strings("tokenizer.ggml.tokens")?;
+        ends.extend(tokens.iter().zip(0u32..).filter(|(text, _)| END_TEXTS.contains(text)).map(|(_, id)| id));
+    }
     let mut seen = BTreeSet::new();
     ends.retain(|&id| seen.insert(id));
     Ok(ends)
@@ -223,8 +231,8 @@ fn tokenizer_error(error: tokenizers::Error) -> LoadError {
     LoadError::Tokenizer { reason: error.to_string().lines().next().unwrap_or_default().to_owned() }
 }
 
-/// The bytes that a character of a byte-level vocabulary spells: GPT-2 writes printable Latin-1 as itself, and the other
-/// bytes, in order, as the characters from U+0100 on. Anything else stands for its own UTF-8.
+/// The bytes that a character of a byte-level vocabulary spells: GPT-2 writes printable Latin-1 as itself, and the
+/// other bytes, in order, as the characters from U+0100 on. Anything else stands for its own UTF-8.
 fn char_bytes(character: char) -> Vec<u8> {
     let is_printable = |byte: u32| matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     match character as u32 {

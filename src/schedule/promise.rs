@@ -13,10 +13,9 @@ use crate::ids::BlockId;
 use crate::schedule::request::Admission;
 use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::Sequence;
-use std::collections::HashMap;
 
 /// Promised sequences that hold a block, and those of them whose next token goes into it.
-#[derive(Default)]
+#[derive(Clone, Default)]
 struct Promised {
     holders: u32,
     writers: u32,
@@ -35,10 +34,12 @@ impl Scheduler {
     }
 
     /// Blocks that promised sequences hold and may still need; with `later`, after the cuts that wait for the
-    /// outstanding step.
+    /// outstanding step. O(blocks of the pool and of all tables): not for every step.
     pub(super) fn promised_blocks(&self, later: bool) -> u32 {
         let block_size = self.cache.config().block_size();
-        let mut held: HashMap<BlockId, Promised> = HashMap::new();
+        let mut blocks_of_pool = vec![Promised::default(); self.cache.config().num_blocks() as usize];
+        let mut tails: Vec<BlockId> = Vec::new();
+        let mut held = 0u64;
         let mut remaining = 0u64;
         for sequence in self.records.iter().flatten().filter(|sequence| sequence.promised) {
             let cut = sequence.truncating.filter(|_| later || sequence.planned_rows == 0);
@@ -51,15 +52,23 @@ impl Scheduler {
             remaining += self.blocks_at_most(sequence, cut).saturating_sub(u64::from(own));
             let Some(blocks) = table.and_then(|table| self.cache.block_ids(table).ok()) else { continue };
             for &block in &blocks[..own as usize] {
-                held.entry(block).or_default().holders += 1;
+                let block = &mut blocks_of_pool[block.index() as usize];
+                held += u64::from(block.holders == 0);
+                block.holders += 1;
             }
             let len = table.and_then(|table| self.cache.len(table).ok()).unwrap_or(0).min(end);
             if sequence.fork.is_none() && !len.is_multiple_of(block_size) {
-                held.entry(blocks[(len / block_size) as usize]).or_default().writers += 1;
+                let tail = blocks[(len / block_size) as usize];
+                let block = &mut blocks_of_pool[tail.index() as usize];
+                if block.writers == 0 {
+                    tails.push(tail);
+                }
+                block.writers += 1;
             }
         }
-        let copies: u32 = held.values().map(|block| block.writers.min(block.holders - 1)).sum();
-        u32::try_from(remaining + held.len() as u64 + u64::from(copies)).unwrap_or(u32::MAX)
+        let tails = tails.iter().map(|tail| &blocks_of_pool[tail.index() as usize]);
+        let copies: u64 = tails.map(|block| u64::from(block.writers.min(block.holders - 1))).sum();
+        u32::try_from(remaining + held + copies).unwrap_or(u32::MAX)
     }
 
     /// Blocks of a sequence's table, of its first `end` tokens at most.

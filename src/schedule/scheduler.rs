@@ -1,6 +1,6 @@
-//! [`Scheduler`]: takes requests, plans steps, takes results. This file holds its records and the verbs that an
-//! application uses between steps; `planner` makes the plan, `admission` decides who may have blocks, `commit` takes the
-//! results.
+//! [`Scheduler`]: takes requests, plans steps, takes results. This file holds what an application does between steps;
+//! `records` are the sequences and their queues, `planner` makes the plan, `admission` is the queue's door, `promise` and
+//! `room` decide who may have blocks, `commit` takes the results, `abort` ends sequences before their time.
 //!
 //! A step is planned, recorded, submitted, and committed; one is outstanding at a time. What an application does to a
 //! sequence of the outstanding step (abort, fork, truncate) takes effect when the step is committed or rolled back.

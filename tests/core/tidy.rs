@@ -200,6 +200,25 @@ fn every_cited_invariant_is_listed_in_the_architecture() {
     assert!(rare.is_empty() || rare == [14], "nobody cites {rare:?}");
 }
 
+#[test]
+fn every_test_that_is_said_to_hold_an_invariant_exists() {
+    let listed =
+        fs::read_to_string(root().join("ARCHITECTURE.md")).expect("ARCHITECTURE.md lists the invariants");
+    let tests = ["tests/core", "tests/gpu", "src"].into_iter().flat_map(sources);
+    let tests: String = tests.map(|(_, text)| text).collect();
+    let mut rows = 0;
+    for row in listed.lines().filter(|line| line.starts_with("| I") && line.ends_with('|')) {
+        rows += 1;
+        let column = row.trim_end_matches('|').rsplit('|').next().unwrap_or("");
+        let names: Vec<&str> = column.split('`').skip(1).step_by(2).collect();
+        assert!(!names.is_empty(), "no test holds {row}");
+        for name in names.into_iter().filter(|&name| name != "properties") {
+            assert!(tests.contains(&format!("fn {name}")), "there is no test {name}");
+        }
+    }
+    assert_eq!(rows, 14);
+}
+
 /// Numbers of all invariants cited: an `I` and one or two digits that stand as a word of their own.
 fn citations(text: &str) -> Vec<u32> {
     let mut numbers = Vec::new();

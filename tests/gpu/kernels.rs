@@ -47,7 +47,7 @@ impl Cell {
         let options =
             AttentionOptions::default().allow_subgroups(self.subgroups).checked_shaders(self.checked);
         match self.spans {
-            Spans::One => options.target_workgroups(1),
+            Spans::One => options.fixed_span_tokens(1 << 20),
             Spans::Many => options.target_workgroups(4096),
             Spans::Fixed => options.fixed_span_tokens(1),
         }

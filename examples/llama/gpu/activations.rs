@@ -97,7 +97,8 @@ impl Activations {
         let logit_bytes = u64::from(logit_rows) * u64::from(logit_stride(config)) * 4;
         let tensor = |label, rows: u32, len: u32| {
             let bytes = u64::from(rows) * u64::from(len) * 4;
-            allocate(device, label, bytes, BufferUsages::STORAGE | BufferUsages::COPY_SRC)
+            let usage = BufferUsages::STORAGE | BufferUsages::COPY_SRC | BufferUsages::COPY_DST;
+            allocate(device, label, bytes, usage)
         };
         let inputs = StepInputs::new(device, rows.max(logit_rows))?;
         let every_row: Vec<u32> = (0..rows).collect();

@@ -1,7 +1,7 @@
 //! Which adapter to use, and opening it.
 //!
-//! A hardware adapter is preferred to a software one. OpenGL is looked at only when no other interface has what was asked
-//! for: its drivers are the last to get computing right. Adapters that cannot compute are not offered.
+//! A hardware adapter is preferred to a software one. OpenGL is looked at only when no other interface has what was
+//! asked for: its drivers are the last to get computing right. Adapters that cannot compute are not offered.
 
 use super::{GpuError, matmul::MAX_TILE_ROWS};
 
@@ -12,8 +12,8 @@ pub struct Adapters {
 }
 
 impl Adapters {
-    /// The adapters whose [label](Self::labels) contains `name_part`, upper and lower case being the same; all adapters if
-    /// it is `None`.
+    /// The adapters whose [label](Self::labels) contains `name_part`, upper and lower case being the same; all
+    /// adapters if it is `None`.
     pub fn find(name_part: Option<&str>) -> Self {
         let part = name_part.unwrap_or_default().to_lowercase();
         let native = Self::of(wgpu::Backends::all() - wgpu::Backends::GL, &part);
@@ -39,6 +39,11 @@ impl Adapters {
     /// The best of them.
     pub fn best(&self) -> Option<&wgpu::Adapter> {
         self.adapters.first()
+    }
+
+    /// All of them.
+    pub fn all(&self) -> &[wgpu::Adapter] {
+        &self.adapters
     }
 
     /// Their names, each with its interface: `llvmpipe (LLVM 15.0.6, 256 bits) on vulkan`.
@@ -89,16 +94,23 @@ impl Gpu {
             required_limits: paged_kv::recommended_limits(adapter, base_limits),
             ..Default::default()
         };
-        let info = adapter.get_info();
         match pollster::block_on(adapter.request_device(&descriptor)) {
-            Ok((device, queue)) => Ok(Self {
-                device,
-                queue,
-                label: label(&info),
-                is_software: info.device_type == wgpu::DeviceType::Cpu,
-                max_tile_rows: if info.subgroup_max_size <= 4 { MAX_TILE_ROWS / 2 } else { MAX_TILE_ROWS },
-            }),
-            Err(source) => Err(GpuError::NoDevice { adapter: label(&info), source }),
+            Ok((device, queue)) => Ok(Self::from_device(device, queue)),
+            Err(error) => {
+                Err(GpuError::NoDevice { adapter: label(&adapter.get_info()), source: Box::new(error) })
+            }
+        }
+    }
+
+    /// A device that the application has opened itself.
+    pub fn from_device(device: wgpu::Device, queue: wgpu::Queue) -> Self {
+        let info = device.adapter_info();
+        Self {
+            device,
+            queue,
+            label: label(&info),
+            is_software: info.device_type == wgpu::DeviceType::Cpu,
+            max_tile_rows: if info.subgroup_max_size <= 4 { MAX_TILE_ROWS / 2 } else { MAX_TILE_ROWS },
         }
     }
 }

@@ -31,7 +31,7 @@ pub enum GpuError {
         /// The adapter's name.
         adapter: String,
         /// What it said.
-        source: wgpu::RequestDeviceError,
+        source: Box<wgpu::RequestDeviceError>,
     },
     /// The device failed while a step ran.
     Lost {
@@ -138,4 +138,17 @@ fn checked(device: &wgpu::Device, descriptor: &wgpu::BufferDescriptor<'_>) -> Re
         Some(_) => Err(GpuError::OutOfMemory { what, bytes: descriptor.size }),
         None => Ok(buffer),
     }
+}
+
+/// The bytes of a buffer, read back.
+#[cfg(test)]
+pub(super) fn bytes_of(gpu: &super::Gpu, buffer: &wgpu::Buffer) -> Vec<u8> {
+    let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
+    let readback = gpu.device.create_buffer(&descriptor("readback", buffer.size(), usage, false));
+    let mut encoder = gpu.device.create_command_encoder(&Default::default());
+    encoder.copy_buffer_to_buffer(buffer, 0, &readback, 0, buffer.size());
+    gpu.queue.submit([encoder.finish()]);
+    readback.slice(..).map_async(wgpu::MapMode::Read, |mapped| mapped.expect("it maps"));
+    gpu.device.poll(wgpu::PollType::wait_indefinitely()).expect("the device finishes");
+    readback.get_mapped_range(..).expect("it is mapped").to_vec()
 }

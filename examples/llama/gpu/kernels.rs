@@ -1,7 +1,7 @@
 //! Pipelines of the model's own kernels.
 //!
-//! Layouts are explicit, so that one bind group serves every tile of the matrix product. A tile's pipeline is made when a
-//! step first needs it; from then on nothing is created.
+//! Layouts are explicit, so that one bind group serves every tile of the matrix product. A tile's pipeline is made
+//! when a step first needs it; from then on nothing is created.
 
 use std::{cell::OnceCell, collections::HashMap};
 

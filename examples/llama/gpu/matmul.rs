@@ -1,11 +1,11 @@
 //! The text of the matrix product's kernels: `matmul.wgsl` and an unrolled tile.
 //!
-//! Software adapters are bound by instructions, and a load costs them as much as several multiply-adds; so a kernel for
-//! many rows keeps a tall tile of sums in registers, and lower tiles serve steps of few rows. Unrolling is done here
-//! because naga turns every loop into one with a guard.
+//! Software adapters are bound by instructions, and a load costs them as much as several multiply-adds; so a kernel
+//! for many rows keeps a tall tile of sums in registers, and lower tiles serve steps of few rows. Unrolling is done
+//! here because naga turns every loop into one with a guard.
 //!
-//! lavapipe reaches 22 GFLOP/s on two cores with 16 rows and 4.5 with one; SwiftShader, whose vectors are half as wide,
-//! 5.8 with 8 rows and 1.5 with one.
+//! lavapipe reaches 22 GFLOP/s on two cores with 16 rows and 4.5 with one; SwiftShader, whose vectors are half as
+//! wide, 5.8 with 8 rows and 1.5 with one.
 
 use std::fmt::Write;
 

@@ -1,22 +1,27 @@
 //! The model's forward pass on a GPU, but for attention.
 //!
-//! [`GpuModel`] holds the weights and the activations of one step, and records a step into the caller's compute pass:
-//! [`record_layers`](GpuModel::record_layers) leaves a gap in every layer, between the rotated queries, keys and values and
-//! the matrix behind attention, which the caller fills with the cache's own kernels. Nothing here knows a cache.
+//! [`GpuModel`] holds the weights and the activations of one step, and records a step into the caller's compute
+//! pass: [`record_layers`](GpuModel::record_layers) leaves a gap in every layer, between the rotated queries, keys
+//! and values and the matrix behind attention, which the caller fills with the cache's own kernels. Nothing here
+//! knows a cache.
 //!
 //! ```text
-//! embed ─ residual ─┬ rms_norm ─ matmul ─ rope ─ (attention) ─ matmul ─┬ rms_norm ─ matmul, silu ─ matmul ─┬ … rms_norm ─ matmul ─ logits
-//!                   └───────────────────────────────────────── add ────┴────────────────────────── add ────┘
+//! embed ─┬ rms_norm ─ matmul ─ rope ─ (attention) ─ matmul ─┬ rms_norm ─ matmul, silu ─ matmul ─┬ … next layer
+//!        └───────────────────── residual ──────────── add ──┴──────────────────────── add ──────┘
+//! … ─ rms_norm ─ matmul ─ logits
 //! ```
 //!
-//! Eight dispatches a layer without attention, all in one pass. Everything is f32. Buffers, bind groups and parameters are
-//! made when the model is loaded or when [`reserve`](GpuModel::reserve) asks for more rows, never by a step.
+//! Eight dispatches a layer without attention, all in one pass. Everything is f32. Buffers, bind groups and
+//! parameters are made when the model is loaded or when [`reserve`](GpuModel::reserve) asks for more rows, never by
+//! a step.
 
 mod activations;
 mod adapter;
 mod buffers;
 mod kernels;
 mod matmul;
+#[cfg(test)]
+mod tests;
 mod weights;
 
 use std::fmt;
@@ -51,12 +56,11 @@ impl GpuModel {
         config: Config,
         progress: &mut dyn FnMut(u64),
     ) -> Result<Self, GpuError> {
-        let mut uploader = Uploader { device: &gpu.device, file, progress, loaded_bytes: 0 };
+        let (device, queue) = (&gpu.device, &gpu.queue);
+        let mut uploader = Uploader { device, queue, file, progress, loaded_bytes: 0 };
         let weights = uploader.weights(&config)?;
         let kernels = Kernels::new(&gpu.device);
         let activations = Activations::new(&gpu.device, &config, &kernels, &weights, 1, 1)?;
-        // Uploads happen with the first submission: let it be an empty one, not the first step.
-        gpu.queue.submit([]);
         Ok(Self { gpu, config, kernels, weights, activations })
     }
 
@@ -70,8 +74,9 @@ impl GpuModel {
         &self.config
     }
 
-    /// Makes room for steps of up to `rows` rows of which `logit_rows` need logits. Returns whether buffers were replaced,
-    /// and with them what [`query_key_value`](Self::query_key_value) and [`attended`](Self::attended) return.
+    /// Makes room for steps of up to `rows` rows of which `logit_rows` need logits. Returns whether buffers were
+    /// replaced, and with them what [`query_key_value`](Self::query_key_value) and [`attended`](Self::attended)
+    /// return.
     ///
     /// # Errors
     /// [`GpuError::TooLarge`] and [`GpuError::OutOfMemory`].
@@ -112,9 +117,9 @@ impl GpuModel {
         activations.inputs.write(&self.gpu.queue, [token_ids, positions, logit_rows]);
     }
 
-    /// Records the layers for the step's first `num_rows` rows. `attend` records layer `layer`'s attention: it reads
-    /// [`query_key_value`](Self::query_key_value) and writes [`attended`](Self::attended). It may change the pass's bound
-    /// state.
+    /// Records the layers for the step's first `num_rows` rows. `attend` records layer `layer`'s attention: it
+    /// reads [`query_key_value`](Self::query_key_value) and writes [`attended`](Self::attended). It may change the
+    /// pass's bound state.
     ///
     /// # Errors
     /// What `attend` returns.
@@ -160,24 +165,27 @@ impl GpuModel {
         }
     }
 
-    /// Waits for the last submission and hands each row of its logits to `row`, by index.
+    /// Waits for the last submission and hands each row of its logits, if it has any, to `row` by index.
     ///
     /// # Errors
     /// [`GpuError::Lost`] if the device did not finish.
     pub fn read_logits(&self, num_logit_rows: u32, mut row: impl FnMut(u32, &[f32])) -> Result<(), GpuError> {
-        let stride = logit_stride(&self.config) as usize;
-        let bytes = u64::from(num_logit_rows) * stride as u64 * 4;
-        if bytes == 0 {
-            return Ok(());
+        let lost = |reason: &dyn fmt::Display| GpuError::Lost { reason: reason.to_string() };
+        let wait = || {
+            let done = self.gpu.device.poll(wgpu::PollType::wait_indefinitely());
+            done.map_err(|error| lost(&error))
+        };
+        if num_logit_rows == 0 {
+            return wait().map(drop);
         }
-        let slice = self.activations.readback.slice(..bytes);
+        let stride = logit_stride(&self.config) as usize;
+        let slice = self.activations.readback.slice(..u64::from(num_logit_rows) * stride as u64 * 4);
         let (sender, receiver) = std::sync::mpsc::channel();
         slice.map_async(wgpu::MapMode::Read, move |result| {
             // The receiver is gone only if this function returned early with an error.
             let _ = sender.send(result);
         });
-        let lost = |reason: &dyn fmt::Display| GpuError::Lost { reason: reason.to_string() };
-        self.gpu.device.poll(wgpu::PollType::wait_indefinitely()).map_err(|error| lost(&error))?;
+        wait()?;
         match receiver.try_recv() {
             Ok(result) => result.map_err(|error| lost(&error))?,
             Err(error) => return Err(lost(&error)),

@@ -1,9 +1,9 @@
 //! The model's weights on the device.
 //!
-//! A matrix of the file has one row of inputs per output. Here groups of 32 outputs lie one after the other, and each
-//! group is `[inputs][32 outputs]`, so that neighbouring invocations, which make neighbouring outputs, read neighbouring
-//! elements. The last pair of groups is filled up with zeros. A matrix larger than a binding may be is cut into parts by
-//! outputs: 128 MiB, the default limit, suffice for every model whose single pair of groups fits.
+//! A matrix of the file has one row of inputs per output. Here groups of 32 outputs lie one after the other, and
+//! each group is `[inputs][32 outputs]`, so that neighbouring invocations, which make neighbouring outputs, read
+//! neighbouring elements. The last pair of groups is filled up with zeros. A matrix larger than a binding may be is
+//! cut into parts by outputs: 128 MiB, the default limit, suffice for every model whose single pair of groups fits.
 
 use super::{
     buffers::{GpuError, create, params},
@@ -52,6 +52,7 @@ pub(super) struct Weights {
 /// Reads tensors, uploads them, and tells how far it is.
 pub(super) struct Uploader<'a> {
     pub(super) device: &'a wgpu::Device,
+    pub(super) queue: &'a wgpu::Queue,
     pub(super) file: &'a mut GgufFile,
     /// Called with the bytes of the file that have been loaded so far.
     pub(super) progress: &'a mut dyn FnMut(u64),
@@ -65,8 +66,12 @@ impl Uploader<'_> {
         let embedding =
             self.matrix("embedding", Store::Set, vocab_len, &rows_of(&embedding_rows, embedding_len))?;
         drop(embedding_rows);
-        let layers =
-            (0..config.num_layers).map(|layer| self.layer(config, layer)).collect::<Result<_, _>>()?;
+        self.flush()?;
+        let mut layers = Vec::new();
+        for layer in 0..config.num_layers {
+            layers.push(self.layer(config, layer)?);
+            self.flush()?;
+        }
         let output = if self.file.has_tensor("output.weight") {
             let rows = self.read("output.weight", &[vocab_len, embedding_len])?;
             Some(self.matrix("output", Store::Set, vocab_len, &rows_of(&rows, embedding_len))?)
@@ -86,7 +91,15 @@ impl Uploader<'_> {
             rotations: create(self.device, "rotations", bytemuck::cast_slice(&rotations))?,
         };
         self.file.check_all_taken()?;
+        self.flush()?;
         Ok(weights)
+    }
+
+    /// Brings what was uploaded to its place: wgpu keeps a copy of it on the host until a submission has completed.
+    fn flush(&self) -> Result<(), GpuError> {
+        self.queue.submit([]);
+        let done = self.device.poll(wgpu::PollType::wait_indefinitely());
+        done.map(drop).map_err(|error| GpuError::Lost { reason: error.to_string() })
     }
 
     fn layer(&mut self, config: &Config, layer: u32) -> Result<Layer, GpuError> {

@@ -1,8 +1,8 @@
 // Token ids to the rows of the residual stream.
 //
-// One invocation copies one element: x is the element, y the row. The table is stored as the output matrix needs it (see
-// `weights.rs`), so that a model with tied embeddings holds it once; where it is split into parts, each part's dispatch
-// writes the rows whose token it holds.
+// One invocation copies one element: x is the element, y the row. The table is stored as the output matrix needs it
+// (see `weights.rs`), so that a model with tied embeddings holds it once; where it is split into parts, each part's
+// dispatch writes the rows whose token it holds.
 //
 // CPU twin: `CpuModel::embed` in `cpu.rs`.
 

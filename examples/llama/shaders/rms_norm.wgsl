@@ -1,8 +1,8 @@
 // Root-mean-square norm (Zhang and Sennrich, 2019) of rows of the residual stream:
 // `normed[row] = source / sqrt(mean(source^2) + epsilon) * weight`, with `source = residual[source_rows[row]]`.
 //
-// One workgroup per row; its invocations stride over the row four elements at a time. Partial sums are added in the order
-// of the invocations by each of them alike, so a row's bits do not depend on the batch.
+// One workgroup per row; its invocations stride over the row four elements at a time. Partial sums are added in the
+// order of the invocations by each of them alike, so a row's bits do not depend on the batch.
 //
 // CPU twin: `rms_norm` in `cpu.rs`.
 

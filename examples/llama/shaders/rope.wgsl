@@ -1,8 +1,8 @@
 // Rotary position encoding, in place, of the queries and keys of a step's rows.
 //
-// A row holds its query heads, then its key heads, then its values; the first `pairs_per_head` pairs of each query and key
-// head are turned, pairs being neighbouring elements (even, odd) as GGUF's llama layout has them. One invocation turns one
-// pair: x is the pair among all heads', y the row. Cosines and sines come from the host.
+// A row holds its query heads, then its key heads, then its values; the first `pairs_per_head` pairs of each query
+// and key head are turned, pairs being neighbouring elements (even, odd) as GGUF's llama layout has them. One
+// invocation turns one pair: x is the pair among all heads', y the row. Cosines and sines come from the host.
 //
 // CPU twin: `rope` in `cpu.rs`.
 

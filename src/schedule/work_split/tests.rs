@@ -195,7 +195,7 @@ fn chunks_are_cut_into_tiles_that_may_end_within_a_row() {
 fn more_items_than_one_axis_of_a_dispatch_are_one_dispatch() {
     let config = SplitConfig { prefill_queries: 1, heads_per_kv_head: 1, ..config() };
     let split = split(&[(65_537, 65_537)], &config);
-    assert_eq!(split.prefill_dispatches, [0..65_537]);
+    assert_eq!((split.prefill_dispatches.len(), split.prefill_items.len()), (1, 65_537));
 }
 
 #[test]

@@ -1,0 +1,204 @@
+//! Prompts to texts: what the program does unless it talks.
+
+use std::{
+    collections::BTreeMap,
+    io::{self, Write},
+};
+
+use llama::{
+    attention::shape_of,
+    config::Config,
+    engine::{Engine, Prompt, SessionOptions},
+    error::{LoadError, RunError},
+    sample::Sampler,
+    tokenizer::Tokenizer,
+};
+use paged_kv::{CacheConfig, SchedulerConfig};
+
+use crate::{
+    Failure,
+    options::{Admission, Options},
+    output::{TextPrinter, outcome_json, stats_json, stats_text},
+};
+
+/// Tokens generated for each sample where nothing else is asked for.
+pub(crate) const DEFAULT_MAX_NEW: u32 = 128;
+/// Bytes that the pool has at most where its size is not given.
+const DEFAULT_POOL_BYTES: u64 = 1 << 30;
+/// Sequences that run at a time at most where nothing else is asked for.
+const DEFAULT_MAX_RUNNING: u32 = 64;
+
+/// Prompts for the toy model where none is given.
+const MADE_UP: [&str; 4] =
+    ["In the beginning", "And the king said unto", "Blessed are the", "Now it came to pass"];
+
+/// Prompts that run together.
+pub(crate) struct Batch<'a> {
+    options: &'a Options,
+    tokenizer: Option<Tokenizer>,
+    /// The texts of the first prompts; those after them were given as ids.
+    texts: Vec<String>,
+    prompts: Vec<Prompt>,
+    session: SessionOptions,
+}
+
+impl<'a> Batch<'a> {
+    /// Reads and checks all prompts, in the order --prompt, --prompts, --prompt-ids. A model without a known
+    /// tokenizer still takes ids.
+    pub(crate) fn new(
+        options: &'a Options,
+        config: &Config,
+        end_tokens: Vec<u32>,
+        tokenizer: Result<Tokenizer, LoadError>,
+    ) -> Result<Self, Failure> {
+        let texts = read_texts(options)?;
+        let mut token_lists = Vec::new();
+        for text in &texts {
+            let tokenizer = tokenizer.as_ref().map_err(|error| Failure::input(error.to_string()))?;
+            token_lists.push(tokenizer.encode(text, true)?);
+        }
+        token_lists.extend(options.prompt_ids.iter().map(|list| list.0.clone()));
+
+        let forced_tokens = options.force_ids.as_ref().map_or(&[][..], |list| &list.0);
+        for &token in token_lists.iter().flatten().chain(forced_tokens) {
+            if token >= config.vocab_len {
+                let vocab_len = config.vocab_len;
+                let message = format!("token {token} is not in the model's vocabulary of {vocab_len}");
+                return Err(Failure::input(message));
+            }
+        }
+        let default_max_new =
+            if forced_tokens.is_empty() { DEFAULT_MAX_NEW } else { forced_tokens.len() as u32 };
+        let prompts = token_lists.into_iter().zip(0..).map(|(tokens, index)| Prompt {
+            index,
+            tokens,
+            max_new_tokens: options.max_new.unwrap_or(default_max_new),
+            samples: options.samples,
+            first_sample: 0,
+            stop_tokens: if forced_tokens.is_empty() { end_tokens.clone() } else { Vec::new() },
+            forced_tokens: forced_tokens.to_vec(),
+            keep: false,
+        });
+        let prompts: Vec<Prompt> = prompts.collect();
+        let longest = |prompt: &Prompt| prompt.tokens.len() as u32 + prompt.max_new_tokens;
+        let sequences: Vec<_> = prompts.iter().map(|prompt| (longest(prompt), prompt.samples)).collect();
+        let session = session_options(options, config, &sequences)?;
+        Ok(Self { options, tokenizer: tokenizer.ok(), texts, prompts, session })
+    }
+
+    /// Runs the prompts and shows what comes out.
+    pub(crate) fn run(&self, engine: &mut Engine, adapter: &str) -> Result<(), Failure> {
+        let tokenizer = self.tokenizer.as_ref();
+        if self.options.json {
+            let (outcomes, stats) = engine.run(&self.prompts, self.session, |_| ())?;
+            let mut out = io::stdout().lock();
+            for outcome in &outcomes {
+                let prompt_ids = &self.prompts[outcome.prompt as usize].tokens;
+                let object = outcome_json(outcome, prompt_ids, tokenizer, self.options.top_logits > 0);
+                writeln!(out, "{object}")?;
+            }
+            writeln!(out, "{}", stats_json(&stats, adapter))?;
+            return Ok(());
+        }
+        let mut printer = TextPrinter::new(tokenizer, self.headings())?;
+        let mut printed = Ok(());
+        let (_, stats) = engine.run(&self.prompts, self.session, |event| {
+            if printed.is_ok() {
+                printed = printer.take(event);
+            }
+        })?;
+        printed?;
+        if self.options.stats {
+            eprintln!("{}", stats_text(&stats, adapter, self.options.block_size));
+        }
+        Ok(())
+    }
+
+    /// A heading for each sample, which ends with the prompt's text; a lone sample has only that.
+    fn headings(&self) -> BTreeMap<(u32, u32), String> {
+        let alone = self.prompts.len() == 1 && self.options.samples == 1;
+        let heading = |prompt: u32, sample: u32| {
+            let text = self.texts.get(prompt as usize).map(String::as_str).unwrap_or_default();
+            if alone { text.to_owned() } else { format!("--- prompt {prompt}, sample {sample}\n{text}") }
+        };
+        let keys = self
+            .prompts
+            .iter()
+            .flat_map(|prompt| (0..prompt.samples).map(move |sample| (prompt.index, sample)));
+        keys.map(|(prompt, sample)| ((prompt, sample), heading(prompt, sample))).collect()
+    }
+}
+
+fn read_texts(options: &Options) -> Result<Vec<String>, Failure> {
+    let mut texts = options.prompts.clone();
+    if let Some(path) = &options.prompts_file {
+        let content = std::fs::read_to_string(path)
+            .map_err(|error| Failure::input(format!("cannot read {}: {error}", path.display())))?;
+        for line in content.lines().filter(|line| !line.trim().is_empty()) {
+            texts.push(prompt_line(line)?);
+        }
+    }
+    if texts.is_empty() && options.prompt_ids.is_empty() {
+        if options.model.is_some() {
+            return Err(Failure::input("no prompt: give --prompt, --prompts, --prompt-ids or --chat"));
+        }
+        texts.extend(MADE_UP.map(str::to_owned));
+    }
+    Ok(texts)
+}
+
+fn prompt_line(line: &str) -> Result<String, Failure> {
+    if !line.starts_with('"') {
+        return Ok(line.to_owned());
+    }
+    serde_json::from_str(line).map_err(|error| Failure::input(format!("a prompt is no JSON string: {error}")))
+}
+
+/// The session for sequences that may become `tokens` long, each `samples` times.
+pub(crate) fn session_options(
+    options: &Options,
+    config: &Config,
+    sequences: &[(u32, u32)],
+) -> Result<SessionOptions, Failure> {
+    let num_sequences: u32 = sequences.iter().map(|&(_, samples)| samples).sum();
+    let most_samples = sequences.iter().map(|&(_, samples)| samples).max().unwrap_or(1);
+    let max_running =
+        options.max_running.unwrap_or_else(|| num_sequences.min(DEFAULT_MAX_RUNNING).max(most_samples));
+    let config_error = |error| Failure::from(RunError::Config(error));
+    let with_blocks = |blocks: u32| {
+        CacheConfig::for_blocks(blocks, &shape_of(config), paged_kv::KvType::from(options.kv))?
+            .with_max_sequence_tokens(config.context_len)?
+            .with_max_sequences(max_running)?
+            .with_block_size(options.block_size)
+    };
+    let one = with_blocks(options.blocks.unwrap_or(1)).map_err(config_error)?;
+    let cache = match options.blocks {
+        Some(_) => one,
+        None => {
+            let blocks_of =
+                |tokens: u32| u64::from(tokens.min(config.context_len).div_ceil(options.block_size));
+            let all: u64 =
+                sequences.iter().map(|&(tokens, samples)| blocks_of(tokens) * u64::from(samples)).sum();
+            let longest = sequences.iter().map(|&(tokens, _)| blocks_of(tokens)).max().unwrap_or(1);
+            let blocks = all.min(DEFAULT_POOL_BYTES / one.bytes_per_block()).max(longest);
+            with_blocks(u32::try_from(blocks).unwrap_or(u32::MAX)).map_err(config_error)?
+        }
+    };
+    let admission = match options.admission {
+        Admission::Guaranteed => paged_kv::Admission::Guaranteed,
+        Admission::Overcommitted => {
+            paged_kv::Admission::Overcommitted { watermark_blocks: cache.num_blocks() / 100 }
+        }
+    };
+    Ok(SessionOptions {
+        cache,
+        scheduler: SchedulerConfig {
+            step_tokens: options.step_tokens,
+            max_running: Some(max_running),
+            admission,
+            ..Default::default()
+        },
+        sampler: Sampler { temperature: options.temperature, seed: options.seed },
+        top_logits: options.top_logits,
+    })
+}
