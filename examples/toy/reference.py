@@ -18,7 +18,7 @@ import gguf
 import numpy as np
 
 HERE = pathlib.Path(__file__).resolve().parent
-PROMPTS = ["In the beginning", "And Moses said unto the people, ", "The king of a far country"]
+PROMPTS = ["Blessed are", "And Moses said unto the people, ", "The king of a far country"]
 COUNT = 48
 NEAR_TIE = 0.01
 WINDOW = 512  # for the bits per byte
