@@ -108,13 +108,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     };
     let (project, choose) = (pipeline("project"), pipeline("choose"));
     let bind = |pipeline: &wgpu::ComputePipeline, entries: &[(u32, &wgpu::Buffer)]| {
-        let entry = |&(binding, buffer): &(u32, &'_ wgpu::Buffer)| wgpu::BindGroupEntry {
-            binding,
-            resource: wgpu::Buffer::as_entire_binding(buffer),
-        };
-        let entries: Vec<_> = entries.iter().map(entry).collect();
+        let mut bound = Vec::new();
+        for &(binding, buffer) in entries {
+            bound.push(wgpu::BindGroupEntry { binding, resource: buffer.as_entire_binding() });
+        }
         let layout = &pipeline.get_bind_group_layout(0);
-        device.create_bind_group(&wgpu::BindGroupDescriptor { label: None, layout, entries: &entries })
+        device.create_bind_group(&wgpu::BindGroupDescriptor { label: None, layout, entries: &bound })
     };
     let choose_group = bind(&choose, &[(0, &step_params), (3, &output), (4, &logit_rows), (5, &tokens)]);
 

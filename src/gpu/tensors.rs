@@ -140,7 +140,7 @@ impl Binder<'_> {
         if !slice.buffer.usage().contains(BufferUsages::STORAGE) {
             return Err(BindError::MissingStorageUsage { tensor });
         }
-        if slice.offset % u64::from(self.storage_alignment) != 0 {
+        if !slice.offset.is_multiple_of(u64::from(self.storage_alignment)) {
             return Err(BindError::MisalignedOffset {
                 tensor,
                 offset: slice.offset,
@@ -150,7 +150,7 @@ impl Binder<'_> {
         if row_stride < row_elements {
             return Err(BindError::RowStrideTooSmall { tensor, row_stride, row_elements });
         }
-        if row_stride % 4 != 0 {
+        if !row_stride.is_multiple_of(4) {
             return Err(BindError::RowStrideAlignment { tensor, row_stride });
         }
         let bytes = (u64::from(slice.rows - 1) * u64::from(row_stride) + u64::from(row_elements)) * 4;

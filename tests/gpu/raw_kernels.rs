@@ -53,10 +53,10 @@ fn append_writes_the_twins_words() {
     // Beside random values: halfway between two 16-bit floats on either side of an even one, the edges of the
     // subnormals, what rounds up to the largest finite value and what lies beyond.
     let odd = [
-        1.00048828125,
-        1.00146484375,
+        1.000_488_3,
+        1.001_464_8,
         6.1035156e-5,
-        6.0975552e-5,
+        6.097_555e-5,
         5.9604645e-8,
         2.9802322e-8,
         8.940697e-8,

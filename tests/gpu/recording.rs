@@ -481,7 +481,7 @@ fn out_of_memory_is_an_error_with_the_bytes_and_not_the_applications_problem() {
     match PagedAttention::with_options(&device, &queue, shape, config, options) {
         Err(DeviceError::OutOfMemory { object, asked_bytes, created_bytes }) => {
             // 64 spans for each of 4,096 rows; per head 256 sums, maximum and sum, padded to 16 bytes.
-            assert_eq!((object, asked_bytes), ("partial results", (64 << 12) * (65 * 16 << 20)));
+            assert_eq!((object, asked_bytes), ("partial results", (64 << 12) * ((65 * 16) << 20)));
             assert_eq!(created_bytes, config.bytes_total());
         }
         Err(error) => panic!("{error}"),

@@ -178,7 +178,9 @@ fn no_variant_needs_more_than_the_default_limits() {
 
 #[test]
 fn host_structs_have_the_offsets_of_the_shaders() {
-    let expected: BTreeMap<&str, (usize, Vec<(&str, usize)>)> = [
+    /// Size and field offsets of a struct.
+    type Layout = (usize, Vec<(&'static str, usize)>);
+    let expected: BTreeMap<&str, Layout> = [
         (
             "StepParams",
             (
