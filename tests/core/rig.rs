@@ -157,21 +157,32 @@ impl Rig {
         }
     }
 
-    /// Runs a plan's table changes, copies and append on the twin, in that order.
+    /// Runs a plan's table changes, copies and first layer's append on the twin, in that order.
     pub(crate) fn write(&mut self, plan: &StepPlan, tensors: &Tensors) {
+        self.begin(plan);
+        self.append(plan, tensors, 0);
+    }
+
+    /// Runs a plan's table changes and copies on the twin.
+    pub(crate) fn begin(&mut self, plan: &StepPlan) {
         self.cpu.apply_table_changes(plan);
         block_copy(&mut self.cpu, plan.block_copies());
+    }
+
+    /// Runs the append of one layer on the twin.
+    pub(crate) fn append(&mut self, plan: &StepPlan, tensors: &Tensors, layer: u32) {
         let kv_heads = self.shape.num_kv_heads as usize;
         let key = Rows::new(&tensors.key, kv_heads * self.k_len);
         let value = Rows::new(&tensors.value, kv_heads * self.v_len);
-        append(&mut self.cpu, 0, plan.slot_mapping(), key, value);
+        append(&mut self.cpu, layer, plan.slot_mapping(), key, value);
     }
 
-    /// The dense f64 attention of one sequence of a plan.
-    pub(crate) fn dense(&self, plan: &StepPlan, tensors: &Tensors, sequence: usize) -> DenseOutput {
+    /// The dense f64 attention of one sequence of a plan, in one layer.
+    fn dense(&self, plan: &StepPlan, tensors: &Tensors, layer: u32, sequence: usize) -> DenseOutput {
         let row_len = self.shape.num_query_heads as usize * self.k_len;
         let rows = plan.query_starts()[sequence] as usize..plan.query_starts()[sequence + 1] as usize;
-        let (keys, values) = self.cpu.gather(0, plan.table_rows()[sequence], plan.context_lens()[sequence]);
+        let table_row = plan.table_rows()[sequence];
+        let (keys, values) = self.cpu.gather(layer, table_row, plan.context_lens()[sequence]);
         dense_attention(&DenseInputs {
             query: &tensors.query[rows.start * row_len..rows.end * row_len],
             keys: &keys,
@@ -184,15 +195,27 @@ impl Rig {
         })
     }
 
-    /// Checks every row of `output` against the dense attention.
+    /// Checks every row of the first layer's `output` against the dense attention.
     pub(crate) fn assert_dense(&self, plan: &StepPlan, tensors: &Tensors, output: &[f32], tolerance: f64) {
+        self.assert_layer_dense(plan, tensors, 0, output, tolerance);
+    }
+
+    /// Checks every row of a layer's `output` against the dense attention.
+    pub(crate) fn assert_layer_dense(
+        &self,
+        plan: &StepPlan,
+        tensors: &Tensors,
+        layer: u32,
+        output: &[f32],
+        tolerance: f64,
+    ) {
         let row_len = self.shape.num_query_heads as usize * self.v_len;
         for sequence in 0..plan.num_sequences() as usize {
             let rows = plan.query_starts()[sequence] as usize..plan.query_starts()[sequence + 1] as usize;
             let actual = &output[rows.start * row_len..rows.end * row_len];
-            let expected = self.dense(plan, tensors, sequence).output;
+            let expected = self.dense(plan, tensors, layer, sequence).output;
             if let Err(mismatch) = compare(actual, &expected, self.v_len, tolerance) {
-                panic!("sequence {sequence} of {plan:?}: {mismatch}");
+                panic!("layer {layer}, sequence {sequence} of {plan:?}: {mismatch}");
             }
         }
     }

@@ -1,10 +1,10 @@
 //! A [`Rig`] whose steps also run on a device, through [`PagedAttention`] as an application would use it.
 
-use paged_kv::{AttentionOptions, LayerTensors, PagedAttention, StepPlan, TensorSlice};
+use paged_kv::{AttentionOptions, BoundTensors, LayerTensors, PagedAttention, StepPlan, TensorSlice};
 use wgpu::BufferUsages;
 
 use crate::device::{TestAdapter, TestDevice, on_each_adapter};
-use crate::raw::read;
+use crate::raw::{read, read_range};
 use crate::rig::{Rig, Tensors};
 
 /// Runs `test` on every adapter that is not reached through GL.
@@ -30,14 +30,6 @@ const ROW_GAP: usize = 4;
 /// Where tensors start in their buffers: the largest alignment that a device may ask for.
 const OFFSET: usize = 256;
 
-/// What [`DeviceRig::run`] leaves behind.
-pub(crate) struct StepResult {
-    /// `[rows, num_query_heads, v_head_dim]`; NaN where nothing was written.
-    pub(crate) output: Vec<f32>,
-    /// The words of the arena.
-    pub(crate) arena: Vec<u32>,
-}
-
 /// A cache on a device beside its twin.
 pub(crate) struct DeviceRig<'a> {
     pub(crate) gpu: &'a TestDevice,
@@ -50,64 +42,89 @@ impl<'a> DeviceRig<'a> {
         let config = *host.kv.config();
         let attention = PagedAttention::with_options(&gpu.device, &gpu.queue, host.shape, config, options)
             .expect("a cache that fits the device");
-        assert_eq!(attention.arena_layout(), host.cpu.layout(), "one arena, as the twin has");
         Self { gpu, host, attention }
     }
 
-    /// Makes the device's blocks those of the twin.
+    /// Makes the device's blocks those of the twin, where there is one arena.
     pub(crate) fn upload_blocks(&self) {
+        assert_eq!(self.attention.arena_layout(), self.host.cpu.layout(), "one arena, as the twin has");
         let words = bytemuck::cast_slice(self.host.cpu.words());
         self.gpu.queue.write_buffer(&self.attention.arena_buffers()[0], 0, words);
     }
 
-    /// Records and submits a step of one layer, and waits for it. The twin stays as it is.
-    pub(crate) fn run(&mut self, plan: &StepPlan, tensors: &Tensors) -> StepResult {
-        let rows = plan.num_rows() as usize;
-        let (heads, kv_heads) =
-            (self.host.shape.num_query_heads as usize, self.host.shape.num_kv_heads as usize);
-        let query_len = heads * self.host.k_len;
-        let (key_len, value_len) = (kv_heads * self.host.k_len, kv_heads * self.host.v_len);
-        let output_len = heads * self.host.v_len;
-        let nothing = vec![f32::NAN; rows * output_len];
-        let buffers = [
-            self.tensor(&tensors.query, query_len),
-            self.tensor(&tensors.key, key_len),
-            self.tensor(&tensors.value, value_len),
-            self.tensor(&nothing, output_len),
-        ];
-        let slice = |index: usize, row_len: usize| TensorSlice {
-            buffer: &buffers[index],
-            offset: OFFSET as u64,
-            row_stride: (row_len + ROW_GAP) as u32,
-            rows: rows as u32,
-        };
-        let bound = self
-            .attention
-            .bind_tensors(&LayerTensors {
-                query: slice(0, query_len),
-                key: slice(1, key_len),
-                value: slice(2, value_len),
-                output: slice(3, output_len),
-            })
-            .expect("tensors of the right size");
+    /// Checks that every word of every arena is the twin's.
+    pub(crate) fn assert_same_blocks(&self) {
+        let (arenas, twin) = (self.attention.arena_layout(), self.host.cpu.layout());
+        let twin_stride = twin.block_stride_words(0) as usize;
+        let layer_words = twin.block.layer_block_words() as usize;
+        for (arena, buffer) in (0..).zip(self.attention.arena_buffers()) {
+            let words: Vec<u32> = read(self.gpu, buffer);
+            let stride = arenas.block_stride_words(arena) as usize;
+            let first_layer = (arena * arenas.layers_per_arena) as usize;
+            for (block, words) in words.chunks_exact(stride).enumerate() {
+                let start = block * twin_stride + first_layer * layer_words;
+                let same = *words == self.host.cpu.words()[start..start + stride];
+                assert!(same, "block {block} of arena {arena} differs from the twin's");
+            }
+        }
+    }
+
+    /// The words of one block, where there is one arena.
+    pub(crate) fn block_words(&self, block: u32) -> Vec<u32> {
+        let bytes = 4 * self.attention.arena_layout().block_stride_words(0);
+        read_range(self.gpu, &self.attention.arena_buffers()[0], u64::from(block) * bytes, bytes)
+    }
+
+    /// Records and submits a step, one set of tensors per layer, and waits for it: the output of each layer,
+    /// `[rows, num_query_heads, v_head_dim]`, NaN where nothing was written. The twin stays as it is.
+    pub(crate) fn run(&mut self, plan: &StepPlan, layers: &[Tensors]) -> Vec<Vec<f32>> {
+        let tensors: Vec<_> = layers.iter().map(|tensors| self.bind(plan, tensors)).collect();
         let mut step = self.attention.prepare(plan).expect("a plan of this cache");
         let mut encoder = self.gpu.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
         self.attention.record_transfers(&mut encoder, &mut step);
         let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
         self.attention.record_block_copies(&mut pass, &mut step);
-        self.attention.record_layer(&mut pass, &mut step, 0, &bound).expect("the right order");
+        for (layer, (bound, _)) in (0..).zip(&tensors) {
+            self.attention.record_layer(&mut pass, &mut step, layer, bound).expect("the right order");
+        }
         drop(pass);
         self.gpu.queue.submit([encoder.finish()]);
-        let padded: Vec<f32> = read(self.gpu, &buffers[3]);
-        let output = padded[OFFSET / 4..]
-            .chunks(output_len + ROW_GAP)
-            .flat_map(|row| {
+        let output_len = self.host.shape.num_query_heads as usize * self.host.v_len;
+        let rows_of = |buffer: &wgpu::Buffer| -> Vec<f32> {
+            let padded: Vec<f32> = read(self.gpu, buffer);
+            let rows = padded[OFFSET / 4..].chunks(output_len + ROW_GAP);
+            rows.flat_map(|row| {
                 assert!(row[output_len..].iter().all(|x| x.is_nan()), "written beyond a row");
-                &row[..output_len]
+                row[..output_len].to_vec()
             })
-            .copied()
-            .collect();
-        StepResult { output, arena: read(self.gpu, &self.attention.arena_buffers()[0]) }
+            .collect()
+        };
+        tensors.iter().map(|(_, output)| rows_of(output)).collect()
+    }
+
+    /// Buffers for a layer's tensors, and the output's.
+    fn bind(&mut self, plan: &StepPlan, tensors: &Tensors) -> (BoundTensors, wgpu::Buffer) {
+        let shape = &self.host.shape;
+        let (heads, kv_heads) = (shape.num_query_heads as usize, shape.num_kv_heads as usize);
+        let (k_len, v_len) = (self.host.k_len, self.host.v_len);
+        let nothing = vec![f32::NAN; plan.num_rows() as usize * heads * v_len];
+        let [query, key, value, output] = [
+            (&tensors.query, heads * k_len),
+            (&tensors.key, kv_heads * k_len),
+            (&tensors.value, kv_heads * v_len),
+            (&nothing, heads * v_len),
+        ]
+        .map(|(rows, row_len)| (self.tensor(rows, row_len), row_len));
+        fn slice((buffer, row_len): &(wgpu::Buffer, usize), rows: u32) -> TensorSlice<'_> {
+            TensorSlice { buffer, offset: OFFSET as u64, row_stride: (row_len + ROW_GAP) as u32, rows }
+        }
+        let layer = LayerTensors {
+            query: slice(&query, plan.num_rows()),
+            key: slice(&key, plan.num_rows()),
+            value: slice(&value, plan.num_rows()),
+            output: slice(&output, plan.num_rows()),
+        };
+        (self.attention.bind_tensors(&layer).expect("tensors of the right size"), output.0)
     }
 
     /// A buffer with rows at a distance, NaN between them.

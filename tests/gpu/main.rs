@@ -12,3 +12,4 @@ mod recording;
 #[path = "../core/rig.rs"]
 mod rig;
 mod shaders;
+mod steps;

@@ -339,14 +339,19 @@ impl Raw<'_> {
 
 /// The content of a buffer, once all that was submitted before has run.
 pub(crate) fn read<T: Pod>(gpu: &TestDevice, buffer: &wgpu::Buffer) -> Vec<T> {
+    read_range(gpu, buffer, 0, buffer.size())
+}
+
+/// A part of a buffer's content, once all that was submitted before has run.
+pub(crate) fn read_range<T: Pod>(gpu: &TestDevice, buffer: &wgpu::Buffer, offset: u64, bytes: u64) -> Vec<T> {
     let readback = gpu.device.create_buffer(&wgpu::BufferDescriptor {
         label: None,
-        size: buffer.size(),
+        size: bytes,
         usage: BufferUsages::MAP_READ | BufferUsages::COPY_DST,
         mapped_at_creation: false,
     });
     let mut encoder = gpu.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
-    encoder.copy_buffer_to_buffer(buffer, 0, &readback, 0, None);
+    encoder.copy_buffer_to_buffer(buffer, offset, &readback, 0, bytes);
     gpu.queue.submit([encoder.finish()]);
     readback.map_async(wgpu::MapMode::Read, .., |result| result.expect("the buffer can be mapped"));
     gpu.device.poll(wgpu::PollType::wait_indefinitely()).expect("the queue finishes");

@@ -1,0 +1,171 @@
+//! Whole steps on a device: layers in several arenas, copy-on-write, padding, neighbours in the batch, folded dispatches,
+//! and the last block of the largest pool.
+
+use paged_kv::{
+    AttentionOptions, CacheConfig, KvFormat, KvType, MAX_ARENA_BYTES, ModelShape, StepBuilder, TableId,
+};
+use wgpu::{Features, Limits};
+
+use crate::device::on_each_adapter;
+use crate::device_rig::{DeviceRig, on_each_adapter_but_gl, open};
+use crate::rig::{Rig, Tensors};
+
+/// See `kernels.rs`.
+const TOLERANCE: f64 = 1e-5;
+
+/// One step of all layers, checked against the f64 attention and the twin's words, and committed.
+fn step(rig: &mut DeviceRig<'_>, pushes: &[(TableId, u32)]) {
+    let plan = rig.host.plan(pushes);
+    let layers: Vec<Tensors> = (0..rig.host.shape.num_layers).map(|_| rig.host.tensors(&plan)).collect();
+    rig.host.begin(&plan);
+    (0..).zip(&layers).for_each(|(layer, tensors)| rig.host.append(&plan, tensors, layer));
+    let outputs = rig.run(&plan, &layers);
+    rig.assert_same_blocks();
+    for ((layer, tensors), output) in (0..).zip(&layers).zip(&outputs) {
+        rig.host.assert_layer_dense(&plan, tensors, layer, output, TOLERANCE);
+    }
+    rig.host.commit(plan);
+}
+
+#[test]
+fn b41_copy_on_write_copies_every_layer_of_every_arena_before_the_step_writes() {
+    on_each_adapter(|adapter| {
+        let shape = ModelShape { num_layers: 64, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
+        let config = CacheConfig::for_blocks(16, &shape, KvFormat::new(KvType::F16, KvType::F32))
+            .and_then(|config| config.with_block_size(4))
+            .expect("a valid configuration");
+        // Arenas of 21 or 22 layers.
+        let limits = Limits { max_storage_buffer_binding_size: 72_000, ..Limits::default() };
+        let gpu = adapter.request_device(limits, Features::empty()).expect("lower limits");
+        let mut rig = DeviceRig::new(&gpu, Rig::of(shape, config), AttentionOptions::default());
+        assert_eq!(rig.attention.arena_layout().num_arenas(), 3);
+        let parent = rig.host.open();
+        step(&mut rig, &[(parent, 6)]);
+        let child = rig.host.kv.fork(parent, 6, 16).expect("a free table");
+        let plan = rig.host.plan(&[(parent, 1), (child, 1)]);
+        assert_eq!(plan.block_copies().len(), 1, "whoever writes first takes the copy");
+        // Dropped, and planned again by the step.
+        drop(plan);
+        step(&mut rig, &[(parent, 1), (child, 1)]);
+        step(&mut rig, &[(child, 3), (parent, 2)]);
+    });
+}
+
+#[test]
+fn rows_of_padding_write_neither_blocks_nor_output() {
+    on_each_adapter(|adapter| {
+        let gpu = open(adapter);
+        let host = Rig::new((2, 1, 8), KvType::F16, 4, 4);
+        let mut rig = DeviceRig::new(&gpu, host, AttentionOptions::default());
+        let (one, several) = (rig.host.open(), rig.host.open());
+        let mut builder = StepBuilder::new(&mut rig.host.kv);
+        builder.push(one, &[1]).expect("room");
+        builder.push(several, &[1, 2, 3]).expect("room");
+        builder.pad_to(9);
+        let plan = builder.finish();
+        let tensors = rig.host.tensors(&plan);
+        rig.host.write(&plan, &tensors);
+        let output = rig.run(&plan, std::slice::from_ref(&tensors)).swap_remove(0);
+        rig.assert_same_blocks();
+        rig.host.assert_dense(&plan, &tensors, &output[..4 * 16], TOLERANCE);
+        assert!(output[4 * 16..].iter().all(|x| x.is_nan()), "the rig fills the output with NaN");
+        rig.host.commit(plan);
+    });
+}
+
+#[test]
+fn with_fixed_spans_a_row_has_the_same_bits_alone_and_in_any_batch() {
+    on_each_adapter_but_gl(|adapter| {
+        let gpu = open(adapter);
+        let host = Rig::new((4, 2, 16), KvType::F16, 16, 64);
+        let mut rig = DeviceRig::new(&gpu, host, AttentionOptions::default().fixed_span_tokens(64));
+        rig.host.shuffle_free_blocks();
+        let tables: Vec<TableId> = (0..4).map(|_| rig.host.open()).collect();
+        rig.host.fill(&[(tables[0], 299), (tables[1], 100), (tables[2], 5), (tables[3], 64)]);
+        // The same query, key and value for the first sequence's row, wherever that row is.
+        let first = {
+            let plan = rig.host.plan(&[(tables[0], 1)]);
+            rig.host.tensors(&plan)
+        };
+        let mut outputs = Vec::new();
+        for batch in [vec![(0, 1)], vec![(1, 1), (0, 1), (2, 1), (3, 1)], vec![(3, 7), (2, 1), (0, 1)]] {
+            let pushes: Vec<(TableId, u32)> =
+                batch.iter().map(|&(table, rows)| (tables[table], rows)).collect();
+            let plan = rig.host.plan(&pushes);
+            let mut tensors = rig.host.tensors(&plan);
+            let sequence = batch.iter().position(|&(table, _)| table == 0).expect("in every batch");
+            let row = plan.query_starts()[sequence] as usize;
+            tensors.query[row * 64..][..64].copy_from_slice(&first.query);
+            tensors.key[row * 32..][..32].copy_from_slice(&first.key);
+            tensors.value[row * 32..][..32].copy_from_slice(&first.value);
+            rig.upload_blocks();
+            rig.host.write(&plan, &tensors);
+            let output = rig.run(&plan, std::slice::from_ref(&tensors)).swap_remove(0);
+            rig.host.assert_dense(&plan, &tensors, &output, TOLERANCE);
+            outputs.push(output[row * 64..][..64].to_vec());
+        }
+        assert_eq!(outputs[0], outputs[1]);
+        assert_eq!(outputs[0], outputs[2]);
+    });
+}
+
+#[test]
+fn b25_dispatches_fold_at_the_limit_that_the_device_has_enabled() {
+    on_each_adapter_but_gl(|adapter| {
+        // 1100 sequences with two kv heads are 2200 workgroups: three rows of 1024.
+        let shape = ModelShape { num_layers: 1, num_query_heads: 2, num_kv_heads: 2, head_dim: 8 };
+        let config = CacheConfig::for_context(4, 1100, &shape, KvType::F16)
+            .and_then(|config| config.with_block_size(4))
+            .expect("a valid configuration");
+        let limits = Limits { max_compute_workgroups_per_dimension: 1024, ..Limits::default() };
+        let gpu = adapter.request_device(limits, Features::empty()).expect("lower limits");
+        let mut rig = DeviceRig::new(&gpu, Rig::of(shape, config), AttentionOptions::default());
+        let tables: Vec<TableId> = (0..1100).map(|_| rig.host.kv.create(4).expect("a free table")).collect();
+        let pushes: Vec<(TableId, u32)> = tables.into_iter().map(|table| (table, 1)).collect();
+        step(&mut rig, &pushes);
+        step(&mut rig, &pushes);
+    });
+}
+
+#[test]
+fn b21_the_first_and_the_last_block_of_the_largest_pool_are_apart() {
+    on_each_adapter_but_gl(|adapter| {
+        // The largest binding that the adapter has; 128 MiB by default, up to 2 GiB - 4.
+        let offered = adapter.limits();
+        let limits = Limits {
+            max_storage_buffer_binding_size: offered.max_storage_buffer_binding_size,
+            max_buffer_size: offered.max_buffer_size,
+            ..Limits::default()
+        };
+        let arena_bytes =
+            offered.max_storage_buffer_binding_size.min(offered.max_buffer_size).min(MAX_ARENA_BYTES);
+        let gpu = adapter.request_device(limits, Features::empty()).expect("the adapter's limits");
+        // 64 KiB per block of 16 tokens.
+        let shape = ModelShape { num_layers: 1, num_query_heads: 8, num_kv_heads: 8, head_dim: 128 };
+        let num_blocks = (arena_bytes / (64 << 10)) as u32;
+        let config = CacheConfig::for_blocks(num_blocks, &shape, KvType::F16).expect("a valid configuration");
+        let mut host = Rig::of(shape, config);
+        // Hold the first block and everything between it and the last; then give back the first.
+        let (first, between) = (host.open(), host.open());
+        let plan = host.plan(&[(first, 1), (between, (num_blocks - 2) * 16)]);
+        host.commit(plan);
+        host.kv.release(first).expect("a table");
+
+        let mut rig = DeviceRig::new(&gpu, host, AttentionOptions::default());
+        let table = rig.host.open();
+        let plan = rig.host.plan(&[(table, 20)]);
+        let blocks: Vec<u32> = plan.changed_entries().to_vec();
+        assert_eq!(blocks, [num_blocks - 1, 0]);
+        let tensors = rig.host.tensors(&plan);
+        rig.host.write(&plan, &tensors);
+        let output = rig.run(&plan, std::slice::from_ref(&tensors)).swap_remove(0);
+        rig.host.assert_dense(&plan, &tensors, &output, TOLERANCE);
+        // The two blocks, and their neighbours, which nobody has written.
+        for block in [0, 1, num_blocks - 2, num_blocks - 1] {
+            let words = rig.block_words(block);
+            let start = block as usize * words.len();
+            assert!(words == rig.host.cpu.words()[start..start + words.len()], "block {block}");
+        }
+        rig.host.commit(plan);
+    });
+}
