@@ -248,3 +248,41 @@ fn samples_that_generate_nothing_are_all_kept() {
     assert_eq!(run(&mut scheduler).len(), 3);
     assert_eq!(scheduler.stats().cache.free_blocks, 16);
 }
+
+#[test]
+fn branches_of_one_step_do_not_count_on_the_same_table() {
+    let cache = cache(9, 4).with_max_sequences(2).unwrap();
+    let mut scheduler = Scheduler::new(SchedulerConfig::default(), cache).unwrap();
+    let parent = scheduler.add(Request::new(vec![1; 8]).max_new_tokens(8)).unwrap();
+    step(&mut scheduler);
+    let Schedule::Step(plan) = scheduler.schedule() else { panic!("a step") };
+    let turn = || Request::new([5]).max_new_tokens(7);
+    scheduler.fork(parent, 8, turn()).unwrap();
+    // 4 blocks of the parent, 2 of the branch; without a table the second branch shares nothing and needs all its 4.
+    let error = scheduler.fork(parent, 8, turn()).unwrap_err();
+    assert_eq!(error, RequestError::PromiseExceeded { needed: 10, available: 9 });
+    drop(plan);
+    everything_finishes(scheduler, 2);
+}
+
+#[test]
+fn samples_that_part_before_they_are_cut_are_promised_a_copy() {
+    // 7 + 6 tokens: one block shared and three of each sample's own. Cut to the block's end when the samples have parted,
+    // the first one computes its fourth token again, apart from the other.
+    let mut scheduler = guaranteed(7);
+    let group = || Request::new(vec![1; 7]).max_new_tokens(6).samples(2);
+    let id = scheduler.add(group()).unwrap();
+    let Schedule::Step(plan) = scheduler.schedule() else { panic!("a step") };
+    let error = scheduler.truncate(id, 4).unwrap_err();
+    assert_eq!(error, RequestError::PromiseExceeded { needed: 8, available: 7 });
+    drop(plan);
+    everything_finishes(scheduler, 2);
+    let mut scheduler = guaranteed(8);
+    let id = scheduler.add(group()).unwrap();
+    let Schedule::Step(plan) = scheduler.schedule() else { panic!("a step") };
+    scheduler.truncate(id, 4).unwrap();
+    scheduler.commit(plan, &[paged_kv::RowResult::Token(5); 2]).unwrap();
+    scheduler.assert_consistent();
+    assert_eq!(scheduler.tokens(id.sample(1)).map(<[u32]>::len), Some(8), "only the first one is cut");
+    everything_finishes(scheduler, 2);
+}
