@@ -168,6 +168,7 @@ pub struct CacheConfig {
     max_sequences: u32,
     max_sequence_tokens: u32,
     declared_tokens: Option<u32>,
+    host_blocks: u32,
 }
 
 impl CacheConfig {
@@ -227,8 +228,16 @@ impl CacheConfig {
             v_type: format.v_type,
             block_size: DEFAULT_BLOCK_SIZE,
         };
-        Self { sizing, layout, num_blocks: 0, max_sequences, max_sequence_tokens: 0, declared_tokens: None }
-            .resized()
+        Self {
+            sizing,
+            layout,
+            num_blocks: 0,
+            max_sequences,
+            max_sequence_tokens: 0,
+            declared_tokens: None,
+            host_blocks: 0,
+        }
+        .resized()
     }
 
     /// The same rule with blocks of `block_size` tokens: a power of two from 1 to 4,096.
@@ -256,6 +265,20 @@ impl CacheConfig {
     pub fn with_max_sequence_tokens(mut self, tokens: u32) -> Result<Self, ConfigError> {
         self.declared_tokens = Some(tokens);
         self.resized()
+    }
+
+    /// A host pool of `host_blocks` blocks in main memory, to swap preempted and idle sequences to; none by default. It
+    /// does not count towards [`bytes_total`](Self::bytes_total).
+    ///
+    /// # Errors
+    /// [`ConfigError::Overflow`] when its bytes exceed 2^64.
+    pub fn with_host_blocks(mut self, host_blocks: u32) -> Result<Self, ConfigError> {
+        self.layout
+            .block_bytes()
+            .checked_mul(u64::from(host_blocks))
+            .ok_or(ConfigError::Overflow { what: "bytes of the host pool" })?;
+        self.host_blocks = host_blocks;
+        Ok(self)
     }
 
     fn resized(mut self) -> Result<Self, ConfigError> {
@@ -365,6 +388,16 @@ impl CacheConfig {
     /// Bytes of one block, all layers.
     pub fn bytes_per_block(&self) -> u64 {
         self.layout.block_bytes()
+    }
+
+    /// Blocks in the host pool.
+    pub fn host_blocks(&self) -> u32 {
+        self.host_blocks
+    }
+
+    /// Bytes of the host pool, in main memory.
+    pub fn host_bytes(&self) -> u64 {
+        u64::from(self.host_blocks) * self.bytes_per_block()
     }
 
     /// Bytes of all block tables on the device, at the declared maximum.

@@ -13,7 +13,7 @@ mod ids;
 pub mod reference;
 mod schedule;
 
-pub use cache::{BlockCopy, CacheStats, KvCache};
+pub use cache::{BlockCopy, BlockSwap, CacheStats, KvCache};
 pub use config::{
     ArenaLayout, BlockLayout, CacheConfig, DEFAULT_BLOCK_SIZE, DEFAULT_MAX_SEQUENCES, KvFormat, KvPart,
     KvType, MAX_ARENA_BYTES, MAX_BLOCK_SIZE, MAX_HEAD_DIM, ModelShape,
@@ -23,7 +23,7 @@ pub use ids::{BlockId, PADDING_SLOT, RequestId, SequenceId, StepId, TableId, Tok
 pub use schedule::{
     Admission, DIRECT, DecodeItem, FinishReason, LogitRow, MergeItem, PrefillItem, Request, RowResult,
     Schedule, Scheduler, SchedulerConfig, SchedulerStats, SplitConfig, StepBuilder, StepEvent, StepPlan,
-    TableChange, WaitReason, WorkSplit,
+    TableChange, TransferReport, WaitReason, WorkSplit,
 };
 
 #[cfg(feature = "wgpu")]

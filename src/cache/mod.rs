@@ -37,6 +37,16 @@ pub struct BlockCopy {
     pub destination: u32,
 }
 
+/// One block moved between the pool and the host pool, all layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct BlockSwap {
+    /// Block of the pool.
+    pub block: u32,
+    /// Block of the host pool, `0..host_blocks`.
+    pub host_slot: u32,
+}
+
 /// One change of the outstanding step, with what undoes it. Entries of tables released since are skipped.
 #[derive(Clone, Copy, Debug)]
 enum Undo {

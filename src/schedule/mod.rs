@@ -21,5 +21,5 @@ pub use request::{
 };
 pub use scheduler::Scheduler;
 pub use step_builder::StepBuilder;
-pub use step_plan::{LogitRow, StepPlan, TableChange};
+pub use step_plan::{LogitRow, StepPlan, TableChange, TransferReport};
 pub use work_split::{DIRECT, DecodeItem, MergeItem, PrefillItem, SplitConfig, WorkSplit};

@@ -5,7 +5,7 @@
 //!
 //! Rows are the step's new tokens, sequence after sequence; padding rows, if any, come last and belong to no sequence.
 
-use crate::cache::BlockCopy;
+use crate::cache::{BlockCopy, BlockSwap};
 use crate::ids::{SequenceId, StepId};
 
 /// A run of consecutive block-table entries that changed since the last committed step.
@@ -48,6 +48,7 @@ pub struct LogitRow {
 /// | `context_lens` | sequences | tokens that the sequence's last row sees, itself included |
 /// | `table_rows` | sequences | row of the sequence's block table on the device |
 /// | `table_changes`, `changed_entries` | runs, entries | what changed in the tables since the last committed step |
+/// | `swap_outs`, `swap_ins` | blocks | blocks moved to the host pool, then blocks brought back, before anything is copied |
 /// | `block_copies` | copies | blocks copied before anything is written |
 /// | `logit_rows` | samples | rows to compute logits for |
 ///
@@ -69,6 +70,8 @@ pub struct StepPlan {
     pub(crate) table_rows: Vec<u32>,
     pub(crate) table_changes: Vec<TableChange>,
     pub(crate) changed_entries: Vec<u32>,
+    pub(crate) swap_outs: Vec<BlockSwap>,
+    pub(crate) swap_ins: Vec<BlockSwap>,
     pub(crate) block_copies: Vec<BlockCopy>,
     pub(crate) logit_rows: Vec<LogitRow>,
 }
@@ -139,6 +142,17 @@ impl StepPlan {
         &self.changed_entries
     }
 
+    /// Blocks to move to the host pool before anything else: the step may give them a new content.
+    pub fn swap_outs(&self) -> &[BlockSwap] {
+        &self.swap_outs
+    }
+
+    /// Blocks to bring back from the host pool, after all [`swap_outs`](Self::swap_outs): a block that was moved out may
+    /// be the destination of another one's return.
+    pub fn swap_ins(&self) -> &[BlockSwap] {
+        &self.swap_ins
+    }
+
     /// Blocks to copy before the step writes anything. No block is both source and destination, none is destination
     /// twice.
     pub fn block_copies(&self) -> &[BlockCopy] {
@@ -169,6 +183,8 @@ impl StepPlan {
         self.table_rows.clear();
         self.table_changes.clear();
         self.changed_entries.clear();
+        self.swap_outs.clear();
+        self.swap_ins.clear();
         self.block_copies.clear();
         self.logit_rows.clear();
     }
@@ -177,4 +193,14 @@ impl StepPlan {
 /// (row, key) pairs of the last `rows` rows of a context of `context` tokens: the sum of the lengths they see.
 pub(crate) fn rows_work(rows: u64, context: u64) -> u64 {
     rows * context - rows * rows.saturating_sub(1) / 2
+}
+
+/// What became of the swaps of one step, as the device part reports it to
+/// [`Scheduler::complete_transfers`](crate::Scheduler::complete_transfers).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TransferReport {
+    /// The step whose plan asked for them.
+    pub step: StepId,
+    /// Whether every block has arrived. When not (the device is lost, say), what was to be saved is computed again.
+    pub complete: bool,
 }
