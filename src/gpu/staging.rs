@@ -1,8 +1,8 @@
 //! Staging buffers: where blocks lie on their way between the arenas and the host pool.
 //!
 //! Buffers have one size, and up to four of each kind are kept for the next swap: a new buffer costs several times its
-//! copy, for wgpu zeroes what it maps and the system what it gives. Within a step's buffers, ranges lie
-//! arena by arena and, within an arena, in the order of the step's list; a range never spans two buffers:
+//! copy, for wgpu zeroes what it maps and the system what it gives. Within a step's buffers, ranges lie arena by arena
+//! and, within an arena, in the order of the step's list; a range never spans two buffers:
 //!
 //! ```text
 //! buffer 0: │ arena 0: block 3 │ block 4 │ block 9 │ arena 1: block 3 │ block 4 │   (no room for another range)
@@ -18,10 +18,10 @@ use crate::gpu::scope::guarded;
 use std::ops::Range;
 use wgpu::{Buffer, BufferDescriptor, BufferUsages};
 
-/// Bytes that are kept each way where nothing else is asked for: 32 blocks of a model of 8 billion parameters.
+/// Bytes that are kept each way where nothing else is asked for: 32 blocks of 16 tokens at 128 KiB.
 const DEFAULT_STAGING_BYTES: u64 = 64 << 20;
 
-/// Buffers of a kind that are kept while nothing is swapped. With fewer, small swaps would hold as much as large ones.
+/// Buffers of a kind that are kept while nothing is swapped: several, so that small swaps take a part of the bytes only.
 const MAX_IDLE_BUFFERS: usize = 4;
 
 /// What starts at a multiple of this many bytes may be copied and mapped on every device.
