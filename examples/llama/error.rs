@@ -160,6 +160,11 @@ pub enum RunError {
     Attention(Box<dyn std::error::Error + Send + Sync>),
     /// A product on the CPU failed.
     Cpu(candle_core::Error),
+    /// The pool is larger than the host's memory.
+    PoolExceedsMemory {
+        /// Bytes that it takes.
+        bytes: u64,
+    },
     /// Requests wait although nothing runs.
     Stuck {
         /// What for.
@@ -170,7 +175,7 @@ pub enum RunError {
 impl RunError {
     /// Whether the user's input is to blame, rather than the device or this program.
     pub fn is_wrong_input(&self) -> bool {
-        matches!(self, Self::Load(_) | Self::Config(_) | Self::Request(_))
+        matches!(self, Self::Load(_) | Self::Config(_) | Self::Request(_) | Self::PoolExceedsMemory { .. })
     }
 }
 
@@ -183,6 +188,9 @@ impl fmt::Display for RunError {
             Self::Request(error) => error.fmt(out),
             Self::Attention(error) => error.fmt(out),
             Self::Cpu(error) => write!(out, "a product failed: {error}"),
+            Self::PoolExceedsMemory { bytes } => {
+                write!(out, "there is no memory for a pool of {bytes} bytes")
+            }
             Self::Stuck { reason } => write!(out, "nothing runs and requests wait: {reason:?}"),
         }
     }
