@@ -110,11 +110,13 @@ impl fmt::Display for LoadError {
                 write!(out, "{file} is truncated: it ends within its header, after {actual_bytes} bytes")
             }
             Self::Malformed { file, source } => {
+                // The reader quotes names from the file, which may be anything.
                 let reason = source.to_string();
-                write!(out, "{file} cannot be decoded: {}", reason.lines().next().unwrap_or_default())
+                let line: String = reason.chars().take_while(|letter| !letter.is_control()).collect();
+                write!(out, "{file} cannot be decoded: {line}")
             }
             Self::Architecture { found } => {
-                write!(out, "the model's architecture is \"{found}\", only \"llama\" is supported")
+                write!(out, "the model's architecture is {found:?}, only \"llama\" is supported")
             }
             Self::MissingKey { key } => write!(out, "the model's metadata has no {key}"),
             Self::BadValue { key, expected } => write!(out, "the model's {key} is not {expected}"),
