@@ -129,15 +129,19 @@ impl<'a> Batch<'a> {
     /// A heading for each sample, which ends with the prompt's text; a lone sample has only that.
     fn headings(&self) -> BTreeMap<(u32, u32), String> {
         let alone = self.prompts.len() == 1 && self.options.samples == 1;
-        let heading = |prompt: u32, sample: u32| {
-            let text = self.texts.get(prompt as usize).map(String::as_str).unwrap_or_default();
-            if alone { text.to_owned() } else { format!("--- prompt {prompt}, sample {sample}\n{text}") }
-        };
-        let keys = self
-            .prompts
-            .iter()
-            .flat_map(|prompt| (0..prompt.samples).map(move |sample| (prompt.index, sample)));
-        keys.map(|(prompt, sample)| ((prompt, sample), heading(prompt, sample))).collect()
+        let mut headings = BTreeMap::new();
+        for (prompt, index) in self.prompts.iter().zip(0..) {
+            let text = match (self.texts.get(index as usize), &self.tokenizer) {
+                (Some(text), _) => text.clone(),
+                (None, Some(tokenizer)) => tokenizer.decode(&prompt.tokens),
+                (None, None) => String::new(),
+            };
+            for sample in 0..prompt.samples {
+                let heading = format!("--- prompt {index}, sample {sample}\n{text}");
+                headings.insert((index, sample), if alone { text.clone() } else { heading });
+            }
+        }
+        headings
     }
 }
 

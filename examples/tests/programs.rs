@@ -299,7 +299,9 @@ fn a_conversation_keeps_its_sequence_from_turn_to_turn() {
 fn text_streams_under_a_heading_for_each_sample_and_statistics_go_to_standard_error() {
     let one = generate(&["--prompt", "Blessed are", "--max-new", "4"]);
     assert_eq!((one.out.as_str(), one.err.as_str()), ("Blessed are the\n", "computing on the CPU\n"));
-    let two = generate(&["--prompt", "Blessed are", "--max-new", "4", "--samples", "2", "--stats"]);
+    // `Blessed are` again, as ids.
+    let ids = "66,108,101,115,115,101,100,32,97,114,101";
+    let two = generate(&["--prompt-ids", ids, "--max-new", "4", "--samples", "2", "--stats"]);
     let sample = |index| format!("--- prompt 0, sample {index}\nBlessed are the\n");
     assert_eq!(two.out, sample(0) + &sample(1));
     assert!(two.err.contains("11 prompt tokens and 8 generated in 4 steps"), "{}", two.err);
