@@ -36,7 +36,7 @@ pub(crate) struct Options {
     #[arg(long, conflicts_with_all = ["prompts", "prompts_file", "prompt_ids", "force_ids", "samples"])]
     pub(crate) chat: bool,
 
-    /// Most tokens to generate for each sample; 128 unless tokens are forced.
+    /// Most tokens to generate for each sample; 128, or what the context leaves, unless tokens are forced.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_new: Option<u32>,
 
