@@ -1,8 +1,9 @@
 //! The queue's door: who is let in, and when.
 //!
-//! In order of place: whoever is first in line goes first or keeps the others waiting. There are two exceptions. Whoever
-//! waits for blocks that another sequence is computing lets others pass; and for progress, when nothing runs and the
-//! first one cannot be let in, whoever in line already has blocks or a promise goes.
+//! In order of place: whoever is first in line goes first or keeps the others waiting. There are three exceptions.
+//! Whoever waits for blocks that another sequence is computing lets others pass. Whoever is promised its blocks already
+//! (a branch, a chat's next turn) does not wait for those that are not: it takes nothing from them. And for progress,
+//! when nothing runs and the first one cannot be let in, whoever in line already has blocks goes.
 
 use crate::error::RequestError;
 use crate::schedule::request::Admission;
@@ -52,8 +53,9 @@ impl Scheduler {
                 }
             }
         }
-        if self.running.is_empty() {
-            let entitled = |&other: &Index| self.get(other).table.is_some() || self.get(other).promised;
+        if self.running.is_empty() || !self.is_overcommitted() {
+            let has_blocks = |other| self.running.is_empty() && self.get(other).table.is_some();
+            let entitled = |&other: &Index| self.get(other).promised || has_blocks(other);
             let others: Vec<Index> =
                 self.waiting.iter().copied().skip(position + 1).filter(entitled).collect();
             for other in others {

@@ -287,3 +287,19 @@ fn samples_that_part_before_they_are_cut_are_promised_a_copy() {
     assert_eq!(scheduler.tokens(id.sample(1)).map(<[u32]>::len), Some(8), "only the first one is cut");
     everything_finishes(scheduler, 2);
 }
+
+#[test]
+fn a_branch_that_is_promised_its_blocks_does_not_wait_for_a_request_that_is_not() {
+    let mut scheduler = Scheduler::new(plain(), cache(32, 16)).unwrap();
+    scheduler.add(Request::new([1; 16]).max_new_tokens(144)).unwrap();
+    let parent = scheduler.add(Request::new([2; 16]).max_new_tokens(48)).unwrap();
+    step(&mut scheduler);
+    let next = scheduler.add(Request::new([3; 160]).max_new_tokens(144)).unwrap();
+    step(&mut scheduler);
+    let branch = scheduler.fork(parent, 17, Request::new([4; 16]).max_new_tokens(100)).unwrap();
+    // 10 + 4 + 8 blocks are promised, so `next` with its 19 waits in front of the branch.
+    step(&mut scheduler);
+    assert_eq!(scheduler.computed_tokens(next), Some(0));
+    assert!(scheduler.computed_tokens(branch) > Some(17), "the branch has begun");
+    assert_eq!(run(&mut scheduler).len(), 4);
+}
