@@ -377,6 +377,7 @@ impl KvCache {
         if let Some(host) = &self.host {
             stats.host_blocks = host.num_slots();
             stats.host_free_blocks = host.num_free();
+            stats.host_held_blocks = host.num_held();
             stats.host_in_transfer_blocks = host.num_in_transfer();
         }
         for table in self.tables.iter().filter(|table| table.live) {
