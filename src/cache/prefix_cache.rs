@@ -7,7 +7,8 @@
 //!
 //! A table that holds a node holds its parent, too, one entry before it. Tables give up their blocks last first, so a
 //! node without a holder was given up after all its children: taking the node that was given up longest ago takes the
-//! tail of a chain before its head. Retention and time to live of a node are never less than its children's.
+//! tail of a chain before its head. A node is retained no worse than its children; when its time to live has passed, what
+//! continues it goes with it.
 //!
 //! It knows blocks, tokens and steps; it holds no reference counts and does not know who asks.
 
@@ -400,14 +401,12 @@ impl PrefixCache {
         self.nodes[block.0 as usize].last_used = now;
     }
 
-    /// Keeps a node for at least `ttl_steps`, 0 meaning for ever. Returns whether that is longer than before.
-    pub(super) fn keep_for(&mut self, block: BlockId, ttl_steps: u32) -> bool {
+    /// Keeps a node for at least `ttl_steps`, 0 meaning for ever.
+    pub(super) fn keep_for(&mut self, block: BlockId, ttl_steps: u32) {
         let ttl = &mut self.nodes[block.0 as usize].ttl_steps;
-        let longer = *ttl != 0 && (ttl_steps == 0 || ttl_steps > *ttl);
-        if longer {
+        if *ttl != 0 && (ttl_steps == 0 || ttl_steps > *ttl) {
             *ttl = ttl_steps;
         }
-        longer
     }
 
     pub(super) fn set_ttl(&mut self, block: BlockId, ttl_steps: u32) {

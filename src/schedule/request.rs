@@ -92,7 +92,8 @@ impl Request {
     }
 
     /// How the prefix cache keeps the blocks that lie within `tokens` (positions in the sequence) once nobody holds
-    /// them; with `ttl_steps`, for that many steps since they were last used. Of ranges that overlap, the best counts.
+    /// them; with `ttl_steps`, for that many steps since they were last used, and whatever continues them no longer. Of
+    /// ranges that overlap, the best counts.
     ///
     /// A system prompt that stays: `.retain(0..600, Retention::Pinned, None)`.
     pub fn retain(mut self, tokens: Range<u32>, retention: Retention, ttl_steps: Option<u32>) -> Self {

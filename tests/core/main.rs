@@ -12,6 +12,7 @@ mod promises;
 mod properties;
 mod reference;
 mod reference_bugs;
+mod residency;
 mod rig;
 mod scenarios;
 mod scheduler_bugs;
