@@ -8,7 +8,7 @@
 use crate::error::RequestError;
 use crate::schedule::request::Admission;
 use crate::schedule::scheduler::{Index, Scheduler};
-use crate::schedule::sequence::{Place, State};
+use crate::schedule::sequence::{Place, Sequence, State};
 
 /// What keeps a sequence outside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -208,12 +208,14 @@ impl Scheduler {
         // A block that matches in part is taken, and copied.
         let adopted = found.map_or(0, |found| found.blocks.len() as u32);
         let own = layout.blocks_for(target).saturating_sub(self.table_blocks(sequence) + adopted);
-        // Prompts that are being read still need blocks that they were let in for.
+        // Prompts that are being read still need blocks that they were let in for. Those of lower classes step back.
+        let steps_back =
+            |other: &Sequence| other.priority > sequence.priority && other.place() > sequence.place();
         let owed: u32 = self
             .running
             .iter()
             .map(|&other| self.get(other))
-            .filter(|other| !other.protected)
+            .filter(|other| !other.protected && !steps_back(other))
             .map(|other| layout.blocks_for(other.len()).saturating_sub(self.table_blocks(other)))
             .sum();
         let watermark = if self.running.is_empty() { 0 } else { watermark_blocks };

@@ -4,7 +4,9 @@
 //! next token follows from it; so whatever was shared, copied, swapped or computed again, a sequence that read one wrong
 //! slot fails its test.
 
+mod bounds;
 mod eviction;
+mod swap;
 
 use crate::model::answer;
 use crate::scenarios::cache;
