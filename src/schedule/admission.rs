@@ -79,6 +79,8 @@ impl Scheduler {
         if table.is_some_and(|table| !self.cache.can_return(table)) {
             return Err(Lacking::Transfers);
         }
+        self.reconsider_return(index);
+        let table = self.get(index).table;
         self.match_prefix(index);
         let evictions = self.cache.num_evictions();
         if self.waits_for_twin(index) {

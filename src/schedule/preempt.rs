@@ -12,6 +12,31 @@ use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::State;
 use crate::schedule::step_plan::TransferReport;
 
+/// How much of what victims had computed the prefix cache still had when they came back, lately.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct FoundAgain {
+    found: u64,
+    wanted: u64,
+}
+
+impl FoundAgain {
+    /// Tokens after which what was seen before counts half.
+    const MEMORY: u64 = 1 << 16;
+
+    pub(super) fn note(&mut self, found: u32, wanted: u32) {
+        self.found += u64::from(found.min(wanted));
+        self.wanted += u64::from(wanted);
+        if self.wanted > Self::MEMORY {
+            (self.found, self.wanted) = (self.found / 2, self.wanted / 2);
+        }
+    }
+
+    /// From 0 to 1; 0 where nothing is known.
+    fn rate(self) -> f64 {
+        self.found as f64 / self.wanted.max(1) as f64
+    }
+}
+
 impl Scheduler {
     /// How fast the machine is, for [`PreemptionMode::Auto`]. Rates that are not positive count as not known.
     pub fn set_rates(&mut self, rates: Rates) {
@@ -136,15 +161,40 @@ impl Scheduler {
     /// Seconds that a victim costs either way.
     fn compare(&self, index: Index, blocks: u32, rates: Rates) -> PreemptionReason {
         let config = self.cache.config();
-        let sequence = self.get(index);
-        // What stays shared need not be computed again where it can be found.
-        let shared = (self.table_blocks(sequence) - blocks) * config.block_size();
-        let found = if self.cache.has_prefix_cache() { shared } else { 0 };
-        let tokens = sequence.computed.saturating_sub(found);
         let bytes = 2.0 * f64::from(blocks) * config.bytes_per_block() as f64;
+        let computed = self.get(index).computed;
+        // What stays shared need not be computed again where it can be found, nor what is found again as a rule.
+        let found = if self.cache.has_prefix_cache() {
+            let shared = (self.table_blocks(self.get(index)) - blocks) * config.block_size();
+            shared.max((f64::from(computed) * self.found_again.rate()) as u32)
+        } else {
+            0
+        };
         PreemptionReason::Rates {
             swap_s: bytes / rates.swap_bytes_per_s,
-            recompute_s: f64::from(tokens) / rates.prefill_tokens_per_s,
+            recompute_s: f64::from(computed.saturating_sub(found)) / rates.prefill_tokens_per_s,
+        }
+    }
+
+    /// Gives up a sequence's blocks in the host pool if, as the machine and the prefix cache are now, its tokens are
+    /// better computed again.
+    pub(super) fn reconsider_return(&mut self, index: Index) {
+        let blocks = self.blocks_returning(index);
+        let (PreemptionMode::Auto, Some(rates), true) = (self.config.preemption, self.rates, blocks > 0)
+        else {
+            return;
+        };
+        let Some(sequence) = self.records[index].as_mut() else { return };
+        self.cache.extend_hashes(&sequence.namespace, &sequence.tokens, &mut sequence.hashes);
+        let found = &mut self.matched.found;
+        self.cache.find_match(&sequence.namespace, &sequence.tokens, &sequence.hashes, found);
+        let tokens = sequence.computed.saturating_sub(found.num_tokens(self.cache.config().block_size()));
+        let bytes = f64::from(blocks) * self.cache.config().bytes_per_block() as f64;
+        if bytes / rates.swap_bytes_per_s > f64::from(tokens) / rates.prefill_tokens_per_s {
+            self.release_table(index);
+        } else {
+            let computed = self.get(index).computed;
+            self.found_again.note(computed - tokens, computed);
         }
     }
 

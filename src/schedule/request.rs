@@ -125,7 +125,8 @@ pub enum PreemptionMode {
     Recompute,
     /// Their blocks are moved to the host pool and back, bit for bit; where it is full, they are computed again.
     Swap,
-    /// Whichever takes less time by [`Rates`]; without rates, they are moved.
+    /// Whichever takes less time by [`Rates`]; without rates, they are moved. What was moved is computed again if that
+    /// has become the quicker way by the time it would return.
     Auto,
 }
 

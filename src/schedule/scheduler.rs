@@ -10,6 +10,7 @@ use crate::config::CacheConfig;
 use crate::error::{Error, RequestError};
 use crate::ids::{RequestId, SequenceId, TokenId};
 use crate::schedule::admission::Refusal;
+use crate::schedule::preempt::FoundAgain;
 use crate::schedule::prefix::Matched;
 use crate::schedule::request::{Admission, Rates, Request, SchedulerConfig, SchedulerStats, StepEvent};
 use crate::schedule::sequence::{PendingFork, Place, Sequence, State};
@@ -70,6 +71,7 @@ pub struct Scheduler {
     /// What the prefix cache has for the sequence at the door.
     pub(super) matched: Matched,
     pub(super) rates: Option<Rates>,
+    pub(super) found_again: FoundAgain,
     /// The step that is planned has no rows yet, and nobody finds room by usual means.
     pub(super) last_resort: bool,
     /// Whom the last step left outside, and the releases until then: nobody else is let in before more return.
@@ -117,6 +119,7 @@ impl Scheduler {
             events_are_told: false,
             matched: Matched::default(),
             rates: None,
+            found_again: FoundAgain::default(),
             last_resort: false,
             closed_at: None,
             resume_at: None,

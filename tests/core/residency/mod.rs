@@ -4,6 +4,7 @@
 //! next token follows from it; so whatever was shared, copied, swapped or computed again, a sequence that read one wrong
 //! slot fails its test.
 
+mod auto;
 mod bounds;
 mod eviction;
 mod swap;
