@@ -4,10 +4,18 @@
 //! next token follows from it; so whatever was shared, copied, swapped or computed again, a sequence that read one wrong
 //! slot fails its test.
 
+mod accounts;
 mod auto;
 mod bounds;
+mod chats;
 mod eviction;
+mod isolation;
+mod prefix;
+mod priorities;
 mod swap;
+mod tables;
+mod transfers;
+mod victims;
 
 use crate::model::answer;
 use crate::scenarios::cache;
