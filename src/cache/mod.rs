@@ -190,11 +190,11 @@ impl KvCache {
         let shared = self.config.layout().blocks_for(at) as usize;
         let (parent, child_row) = (parent.row as usize, child.row as usize);
         let on_device = shared.min(self.tables[parent].blocks.len());
-        for entry in 0..on_device {
-            let block = self.tables[parent].blocks[entry];
-            self.pool.retain(block);
-            self.tables[child_row].blocks.push(block);
-        }
+        // Taken out, so that the blocks are copied in one piece.
+        let mut blocks = std::mem::take(&mut self.tables[child_row].blocks);
+        blocks.extend_from_slice(&self.tables[parent].blocks[..on_device]);
+        self.pool.retain_held(&blocks);
+        self.tables[child_row].blocks = blocks;
         for entry in 0..shared - on_device {
             let slot = self.tables[parent].host[entry];
             self.tables[child_row].host.push_back(slot);

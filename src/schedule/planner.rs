@@ -165,20 +165,23 @@ impl Scheduler {
             let split = order.partition_point(|&index| self.get(index).place() < first);
             order.rotate_left(split);
         }
+        // One pass over the records, which are many: rows that decoding ones want, and who else is there.
         let mut set_aside = Budget { rows: 0, work: 0 };
+        self.shares.clear();
         for &index in &order {
-            if let Some(wanted) = decode_wants(self.get(index)) {
-                set_aside = set_aside.plus(wanted);
+            match decode_wants(self.get(index)) {
+                Some(wanted) => set_aside = set_aside.plus(wanted),
+                None => self.shares.push((index, 0)),
             }
         }
         // A prompt that is being read needs a row, too.
-        let prompt = order.iter().map(|&index| self.get(index)).find(|&other| decode_wants(other).is_none());
+        let prompt = self.shares.first().map(|share| self.get(share.0));
         let least = prompt.map_or(Budget { rows: 0, work: 0 }, |prompt| Budget::of(prompt.computed, 1));
         let takes_turns = !budget.covers(set_aside.plus(least));
         if takes_turns {
             set_aside = Budget { rows: 0, work: 0 };
         }
-        self.share_rows(&order, budget.minus(set_aside).rows);
+        self.share_rows(budget.minus(set_aside).rows);
         for &index in &order {
             if self.get(index).state != State::Running {
                 continue;
@@ -202,10 +205,8 @@ impl Scheduler {
     /// Shares `rows` rows out among the prompts that are being read: each takes half of what is left, the last one all of
     /// it, and what is left then goes to the first ones. So a short prompt is read at once while a long one is read on.
     /// While somebody may be let in, whatever half is left is for them.
-    fn share_rows(&mut self, order: &[Index], rows: u32) {
+    fn share_rows(&mut self, rows: u32) {
         let mut shares = std::mem::take(&mut self.shares);
-        shares.clear();
-        shares.extend(order.iter().filter(|&&index| !self.get(index).is_decoding()).map(|&index| (index, 0)));
         let newcomers = self.may_let_in();
         let (mut left, last) = (rows, shares.len().saturating_sub(1));
         for (place, share) in shares.iter_mut().enumerate() {
