@@ -56,8 +56,9 @@ impl Scheduler {
         if self.running.is_empty() || !self.is_overcommitted() {
             let has_blocks = |other| self.running.is_empty() && self.get(other).table.is_some();
             let entitled = |&other: &Index| self.get(other).promised || has_blocks(other);
-            let others: Vec<Index> =
-                self.waiting.iter().copied().skip(position + 1).filter(entitled).collect();
+            let refused = self.waiting.get(position).map(|&index| self.get(index).place());
+            let behind = |&other: &Index| refused.is_some_and(|refused| self.get(other).place() > refused);
+            let others: Vec<Index> = self.claimants.iter().copied().filter(behind).filter(entitled).collect();
             for other in others {
                 match self.try_admit(other) {
                     Ok(()) => return Ok(other),
@@ -113,6 +114,7 @@ impl Scheduler {
             Some(&first) if first == index => drop(self.waiting.pop_front()),
             _ => self.waiting.retain(|&other| other != index),
         }
+        self.claimants.retain(|&other| other != index);
         let blocks = self.cache.config().layout().blocks_for(max_tokens) as usize;
         let sequence = self.get_mut(index);
         // Growing to the declared maximum reallocates nothing.
@@ -145,7 +147,10 @@ impl Scheduler {
         self.get_mut(index).promised = true;
         loop {
             let lacking = match self.check_promise() {
-                Ok(()) if self.ensure_tables(index, None) => return Ok(()),
+                Ok(()) if self.ensure_tables(index, None) => {
+                    self.note_claims(index);
+                    return Ok(());
+                }
                 Err(RequestError::PromiseExceeded { needed, available }) => {
                     // Alone, a request is stopped by nothing but its own size.
                     if self.is_alone(index) && self.give_up_pinned_content() {
@@ -168,7 +173,7 @@ impl Scheduler {
     /// Whether nobody runs, and nobody else is promised anything.
     fn is_alone(&self, index: Index) -> bool {
         let promised = |&other: &Index| other != index && self.get(other).promised;
-        self.running.is_empty() && !self.waiting.iter().any(promised)
+        self.running.is_empty() && !self.claimants.iter().any(promised)
     }
 
     fn admit_fitting(&mut self, index: Index) -> Result<(), Lacking> {

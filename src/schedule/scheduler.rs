@@ -55,6 +55,9 @@ pub struct Scheduler {
     pub(super) running: Vec<Index>,
     /// By place.
     pub(super) waiting: VecDeque<Index>,
+    /// Those in line that may hold a table, or have one set aside, or are promised blocks, by place: whoever has given all
+    /// that up since may be among them. So no step walks the whole queue.
+    pub(super) claimants: Vec<Index>,
     /// Least recently finished first.
     pub(super) kept: VecDeque<Index>,
     /// Sequences of the outstanding plan, in its order.
@@ -109,6 +112,7 @@ impl Scheduler {
             by_id: BTreeMap::new(),
             running: Vec::new(),
             waiting: VecDeque::new(),
+            claimants: Vec::new(),
             kept: VecDeque::new(),
             planned: Vec::new(),
             pending_forks: Vec::new(),
