@@ -6,6 +6,7 @@
 //! when nothing runs and the first one cannot be let in, whoever in line already has blocks goes.
 
 use crate::error::RequestError;
+use crate::schedule::preempt::MAX_STEPS_IN_TRANSFER;
 use crate::schedule::request::Admission;
 use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::{Place, State};
@@ -76,7 +77,9 @@ impl Scheduler {
             return Err(Lacking::Table);
         }
         let table = self.get(index).table;
-        if table.is_some_and(|table| !self.cache.can_return(table)) {
+        let returns = table.is_some_and(|table| self.cache.host_blocks_of(table) > 0);
+        let busy = returns && self.cache.num_transfers() >= MAX_STEPS_IN_TRANSFER;
+        if busy || table.is_some_and(|table| !self.cache.can_return(table)) {
             return Err(Lacking::Transfers);
         }
         self.match_prefix(index);

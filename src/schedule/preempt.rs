@@ -12,6 +12,10 @@ use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::State;
 use crate::schedule::step_plan::TransferReport;
 
+/// Steps whose transfers may be under way at a time. More means that nobody collects them, and the device part keeps
+/// staging memory for each.
+pub(super) const MAX_STEPS_IN_TRANSFER: usize = 4;
+
 impl Scheduler {
     /// How fast the machine is, for [`PreemptionMode::Auto`]. Rates that are not positive count as not known.
     pub fn set_rates(&mut self, rates: Rates) {
@@ -19,9 +23,8 @@ impl Scheduler {
         self.rates = known.then_some(rates);
     }
 
-    /// Takes note of transfers that the device part is done with
-    /// ([`PagedAttention::poll_transfers`](crate::PagedAttention::poll_transfers)): blocks that have arrived can come
-    /// back, and slots that were read are free. What did not arrive is computed again. Reports of dropped steps, and
+    /// Takes note of transfers that the device part is done with (`PagedAttention::poll_transfers`): blocks that have
+    /// arrived can come back, and slots that were read are free. What did not arrive is computed again. Reports of dropped steps, and
     /// repeated ones, are ignored; any order will do.
     pub fn complete_transfers(&mut self, reports: &[TransferReport]) {
         for report in reports {
@@ -114,6 +117,10 @@ impl Scheduler {
         let needed = self.cache.swappable_blocks(table, spared);
         if needed == 0 {
             return (false, PreemptionReason::NothingToMove);
+        }
+        let steps = self.cache.num_transfers();
+        if steps >= MAX_STEPS_IN_TRANSFER {
+            return (false, PreemptionReason::TransfersPending { steps });
         }
         let why = match (mode, self.rates) {
             (PreemptionMode::Auto, Some(rates)) => self.compare(index, needed, rates),
