@@ -196,20 +196,26 @@ impl Scheduler {
         if table.is_some_and(|table| !self.cache.can_return(table)) {
             return false;
         }
-        let width: u32 = self.running.iter().map(|&other| self.get(other).width()).sum();
-        let excess = (width + self.get(first).width()).saturating_sub(self.max_running());
-        if excess > 0 {
-            let last = self.running.iter().rev().copied().find(|&other| is_lower(self, other));
-            let last = last.filter(|&last| self.get(last).width() >= excess);
-            last.inspect(|&last| self.evict(last, Some(first)));
-            return last.is_some();
+        let excess = |scheduler: &Self| {
+            let running: u32 = scheduler.running.iter().map(|&other| scheduler.get(other).width()).sum();
+            (running + scheduler.get(first).width()).saturating_sub(scheduler.max_running())
+        };
+        let lower = self.running.iter().copied().filter(|&other| is_lower(self, other));
+        if lower.map(|other| self.get(other).width()).sum::<u32>() < excess(self) {
+            return false;
         }
         self.match_prefix(first);
         let needed = self.blocks_to_enter(first);
-        let displaced = self.missing_to(first, needed) > 0
-            && !self.can_reclaim(first, needed)
-            && self.displace_for(first, needed);
+        let fits = self.missing_to(first, needed) == 0 || self.can_reclaim(first, needed);
+        let lets_in = !self.waits_for_twin(first) && (fits || self.displace_for(first, needed));
         self.matched.index = None;
+        let mut displaced = lets_in && !fits;
+        while lets_in && excess(self) > 0 {
+            let last = self.running.iter().rev().copied().find(|&other| is_lower(self, other));
+            let Some(last) = last else { break };
+            self.evict(last, Some(first));
+            displaced = true;
+        }
         displaced
     }
 
