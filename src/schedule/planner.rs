@@ -5,7 +5,7 @@
 //! step begins where this one ended. Then, unless somebody was preempted, requests in line are let in while rows are
 //! left.
 
-use crate::ids::TokenId;
+use crate::ids::{SequenceId, TokenId};
 use crate::schedule::admission::Lacking;
 use crate::schedule::request::{Schedule, WaitReason};
 use crate::schedule::scheduler::{Index, Scheduler};
@@ -81,6 +81,12 @@ impl Scheduler {
             }
             _ => Schedule::Waiting(WaitReason::Blocks { needed: 1, available: self.cache.free_blocks() }),
         }
+    }
+
+    /// The sequences of the outstanding plan, in the order of its rows: whose adapter or namespace they belong to. Samples
+    /// that have not parted go by the first one that lives. Empty when no step is outstanding.
+    pub fn planned_sequences(&self) -> impl Iterator<Item = SequenceId> {
+        self.planned.iter().map(|&index| self.get(index).id)
     }
 
     /// Plans a step. Returns what the first in line lacks, if it was asked.
