@@ -16,4 +16,5 @@ mod rig;
 mod scenarios;
 mod scheduler_bugs;
 mod simulated_device;
+mod simulation;
 mod tidy;
