@@ -189,6 +189,14 @@ impl Scheduler {
         if table.is_some_and(|table| !self.cache.can_return(table)) {
             return false;
         }
+        self.match_prefix(first);
+        let displaced = !self.waits_for_twin(first) && self.displace_lower(first, is_lower);
+        self.matched.index = None;
+        displaced
+    }
+
+    /// The same, for a sequence whose prefix has been looked up.
+    fn displace_lower(&mut self, first: Index, is_lower: impl Fn(&Self, Index) -> bool) -> bool {
         let width: u32 = self.running.iter().map(|&other| self.get(other).width()).sum();
         let excess = (width + self.get(first).width()).saturating_sub(self.max_running());
         if excess > 0 {
@@ -197,13 +205,10 @@ impl Scheduler {
             last.inspect(|&last| self.evict(last, Some(first)));
             return last.is_some();
         }
-        self.match_prefix(first);
         let needed = self.blocks_to_enter(first);
-        let displaced = self.missing_to(first, needed) > 0
+        self.missing_to(first, needed) > 0
             && !self.can_reclaim(first, needed)
-            && self.displace_for(first, needed);
-        self.matched.index = None;
-        displaced
+            && self.displace_for(first, needed)
     }
 
     /// Which of a sequence's tokens the prefix cache had when it was last let in, and why not the others.
