@@ -6,6 +6,8 @@ mod cache_bugs;
 mod cache_model;
 mod config_numbers;
 mod drafts;
+#[cfg(feature = "faults")]
+mod faults;
 mod model;
 mod preemption;
 mod promises;

@@ -187,6 +187,11 @@ pub(crate) struct World<D: Device> {
     /// Sequences whose logits the outstanding step wants.
     with_logits: BTreeSet<SequenceId>,
     generated: u64,
+    /// Of requests, and of sequences that were extended.
+    priorities: BTreeMap<RequestId, Priority>,
+    extended: BTreeMap<SequenceId, Priority>,
+    /// Since the last commit.
+    schedule_calls: u32,
     pub(crate) reached: Reached,
 }
 
@@ -203,6 +208,9 @@ impl<D: Device> World<D> {
             in_step: false,
             with_logits: BTreeSet::new(),
             generated: 0,
+            priorities: BTreeMap::new(),
+            extended: BTreeMap::new(),
+            schedule_calls: 0,
             reached: Reached::default(),
         }
     }
@@ -309,6 +317,7 @@ impl<D: Device> World<D> {
             Ok(id) => {
                 let chat = self.chat(turn.tokens(), turn.salt, turn, (0..turn.samples).collect());
                 self.chats.insert(id.sample(0), chat);
+                self.priorities.insert(id, turn.priority);
                 Some(id)
             }
             Err(error) => {
@@ -334,6 +343,7 @@ impl<D: Device> World<D> {
                 tokens.extend(turn.tokens());
                 let chat = self.chat(tokens, self.chats[&parent].salt, turn, (0..turn.samples).collect());
                 self.chats.insert(id.sample(0), chat);
+                self.priorities.insert(id, turn.priority);
             }
             Err(error) => {
                 assert_eq!(self.snapshot(), before, "{error}");
@@ -357,6 +367,7 @@ impl<D: Device> World<D> {
                 tokens.extend(turn.tokens());
                 let chat = self.chat(tokens, self.chats[&id].salt, &turn, Vec::new());
                 self.chats.insert(id, chat);
+                self.extended.insert(id, turn.priority);
             }
             Err(error) => assert_eq!(self.snapshot(), before, "{error}"),
         }
@@ -484,13 +495,14 @@ impl<D: Device> World<D> {
     /// Plans a step; an outstanding one is rolled back. Returns whether there is one.
     pub(crate) fn schedule(&mut self) -> bool {
         let stale = self.plan.take();
-        let before = (!self.in_step).then(|| self.scheduler.stats());
         let mut planned = self.scheduler.schedule();
+        self.schedule_calls += 1;
         while let Schedule::Waiting(WaitReason::Transfers { steps }) = planned {
             assert!(steps > 0 && self.device.num_transfers() > 0, "waits for transfers that nobody makes");
             assert_eq!(self.scheduler.stats().running, 0, "I9: who runs waits for somebody else's transfer");
             self.complete_transfer(0);
             planned = self.scheduler.schedule();
+            self.schedule_calls += 1;
         }
         self.settle();
         if let Some(stale) = stale {
@@ -512,15 +524,6 @@ impl<D: Device> World<D> {
         assert!(plan.num_rows() <= self.config.step_tokens, "I13: {} rows", plan.num_rows());
         let work = plan.work();
         assert!(work <= self.config.step_work_budget || plan.num_rows() == 1, "I13: {work} of work");
-        if let Some(before) = before {
-            let after = self.scheduler.stats();
-            let preempted = after.preemptions - before.preemptions;
-            if preempted > 0 {
-                // None but the one that sequences of lower classes were preempted for.
-                let let_in = (u64::from(before.waiting) + preempted).saturating_sub(u64::from(after.waiting));
-                assert!(let_in <= 1, "I9: {let_in} admitted");
-            }
-        }
         for row in plan.logit_rows() {
             let id = self.chat_of(row.sequence);
             let chat = &self.chats[&id];
@@ -662,7 +665,14 @@ impl<D: Device> World<D> {
     /// Commits, and checks what is said about every sequence.
     fn compare(&mut self, plan: StepPlan, results: &[RowResult], expected: BTreeMap<SequenceId, Told>) {
         let mut told: BTreeMap<SequenceId, Told> = BTreeMap::new();
-        for &event in self.scheduler.commit(plan, results).unwrap() {
+        let class = |id: SequenceId| {
+            self.extended.get(&id).copied().unwrap_or_else(|| self.priorities[&id.request()])
+        };
+        let mut preempted = Vec::new();
+        let mut admitted = Vec::new();
+        let one_call = std::mem::take(&mut self.schedule_calls) == 1;
+        let events = self.scheduler.commit(plan, results).unwrap().to_vec();
+        for &event in &events {
             match event {
                 StepEvent::Token { sequence, token } => {
                     let told = told.entry(sequence).or_default();
@@ -674,12 +684,23 @@ impl<D: Device> World<D> {
                     let end = told.entry(sequence).or_default().end.replace(reason);
                     assert_eq!(end, None, "{sequence:?} ends twice");
                 }
-                StepEvent::Admitted { prefix, .. } => {
+                StepEvent::Admitted { sequence, prefix } => {
+                    admitted.push(class(sequence));
                     assert!(prefix.cached_tokens <= prefix.wanted_tokens, "I6: {prefix:?}");
                 }
-                StepEvent::Preempted { .. } => {}
+                StepEvent::Preempted { sequence, .. } => {
+                    preempted.push(class(sequence));
+                }
                 _ => unreachable!("no other events exist"),
             }
+        }
+        if one_call && !preempted.is_empty() {
+            // None but the one that sequences of lower classes were preempted for.
+            let for_whom = |&class: &Priority| preempted.iter().all(|&victim| victim > class);
+            assert!(
+                admitted.len() <= 1 && admitted.iter().all(for_whom),
+                "I9: {admitted:?} admitted by a step that preempted {preempted:?}: {events:?}"
+            );
         }
         for (id, expected) in &expected {
             assert_eq!(told.remove(id).as_ref(), Some(expected), "{id:?}");

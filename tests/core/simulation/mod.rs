@@ -33,22 +33,22 @@ use twin_device::TwinDevice;
 const LIFE: u64 = 500;
 
 /// A machine, its traffic, and how long its requests have waited.
-struct Simulation {
+pub(crate) struct Simulation {
     world: World<TwinDevice>,
     traffic: Traffic,
     slowdown: Slowdown,
 }
 
 /// What came of one machine.
-struct Outcome {
+pub(crate) struct Outcome {
     reached: Reached,
-    steps: u64,
+    pub(crate) steps: u64,
     worst_wait: u64,
     digest: u64,
 }
 
 impl Simulation {
-    fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         let (traffic, world) = Traffic::new(seed);
         let slowdown = Slowdown::new(world.config());
         Self { world, traffic, slowdown }
@@ -90,7 +90,7 @@ impl Simulation {
             self.world.drop_plan(self.traffic.random.chance(20));
             self.slowdown.setback(&self.unfinished());
         } else {
-            let invalid = self.traffic.random.maybe(2, |random| random.index() % 4);
+            let invalid = self.traffic.invalid();
             self.world.commit(self.traffic.random.next() as u32, invalid);
             self.slowdown.arrive(&self.unfinished());
             self.slowdown.step();
@@ -100,7 +100,7 @@ impl Simulation {
     }
 
     /// The life of a machine.
-    fn run(mut self, most: u64) -> Outcome {
+    pub(crate) fn run(mut self, most: u64) -> Outcome {
         let mut steps = 0;
         while steps < most {
             steps += u64::from(self.step());

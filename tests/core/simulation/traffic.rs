@@ -66,6 +66,7 @@ pub(crate) struct Traffic {
     edits: u32,
     aborts: u32,
     drops: u32,
+    invalid: u32,
     /// Percent of steps after which a transfer ends, and of transfers that fail.
     arrives: u32,
     fails: u32,
@@ -95,6 +96,7 @@ impl Traffic {
             edits: random.pick(&[0, 5, 20]),
             aborts: random.pick(&[0, 2, 10]),
             drops: random.pick(&[0, 5, 25]),
+            invalid: random.pick(&[0, 2, 10]),
             arrives: random.pick(&[10, 50, 100]),
             fails: random.pick(&[0, 0, 5, 30]),
             lookahead: config.lookahead,
@@ -189,6 +191,11 @@ impl Traffic {
             world.complete_transfer(index)
         }
         fails
+    }
+
+    /// Which of a step's results is useless.
+    pub(crate) fn invalid(&mut self) -> Option<usize> {
+        self.random.maybe(self.invalid, |random| random.index() % 4)
     }
 
     /// Whether the step that is planned is dropped.

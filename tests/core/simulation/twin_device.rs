@@ -8,6 +8,21 @@ use crate::simulated_device::{Device, EMPTY, check_plan, then};
 use paged_kv::reference::{self, AttentionInputs, CpuCache, Rows, RowsMut};
 use paged_kv::{CacheConfig, KvPart, SequenceId, StepId, StepPlan, TransferReport, WorkSplit};
 
+/// Whether the device makes this mistake.
+#[cfg(feature = "faults")]
+macro_rules! fault {
+    ($name:ident) => {
+        paged_kv::Fault::$name.is_active()
+    };
+}
+
+#[cfg(not(feature = "faults"))]
+macro_rules! fault {
+    ($name:ident) => {
+        false
+    };
+}
+
 /// Between the twins' f32 and the dense f64.
 const TOLERANCE: f32 = 1e-4;
 
@@ -42,7 +57,9 @@ impl TwinDevice {
         if plan.swap_outs().is_empty() && plan.swap_ins().is_empty() {
             return;
         }
-        reference::swap_out(&mut self.cpu, plan.swap_outs());
+        if !fault!(SwapOutsAfterAppends) {
+            reference::swap_out(&mut self.cpu, plan.swap_outs());
+        }
         for swap in plan.swap_outs() {
             self.arriving[swap.host_slot as usize] = Some(plan.step());
         }
@@ -87,7 +104,9 @@ impl Device for TwinDevice {
         self.note(plan);
         self.cpu.apply_table_changes(plan);
         self.move_blocks(plan);
-        reference::block_copy(&mut self.cpu, plan.block_copies());
+        if !fault!(CopiesAfterAppends) {
+            reference::block_copy(&mut self.cpu, plan.block_copies());
+        }
         // One thread or several: sums are merged from parts, then.
         let threads = 1 + (plan.step().raw() % 4) as u32;
         self.split.split(plan, &self.cpu.split_config(threads));
@@ -107,6 +126,12 @@ impl Device for TwinDevice {
             for (seen, output) in seen.iter_mut().zip(outputs.chunks_exact(QUERY)) {
                 seen[layer].copy_from_slice(output);
             }
+        }
+        if fault!(SwapOutsAfterAppends) {
+            reference::swap_out(&mut self.cpu, plan.swap_outs());
+        }
+        if fault!(CopiesAfterAppends) {
+            reference::block_copy(&mut self.cpu, plan.block_copies());
         }
         seen
     }
