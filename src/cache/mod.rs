@@ -192,7 +192,9 @@ impl KvCache {
         let on_device = shared.min(self.tables[parent].blocks.len());
         for entry in 0..on_device {
             let block = self.tables[parent].blocks[entry];
-            self.pool.retain(block);
+            if !fault!(ForkUncounted) {
+                self.pool.retain(block);
+            }
             self.tables[child_row].blocks.push(block);
         }
         for entry in 0..shared - on_device {
@@ -204,6 +206,7 @@ impl KvCache {
         }
         let registered = self.tables[parent].registered.min(on_device as u32);
         let borrowed = self.tables[parent].borrowed.filter(|&entry| (entry as usize) < on_device);
+        let at = if fault!(ForkKeepsLength) { len } else { at };
         let child_table = &mut self.tables[child_row];
         (child_table.len, child_table.registered, child_table.borrowed) = (at, registered, borrowed);
         Ok(child)
@@ -257,6 +260,9 @@ impl KvCache {
                 self.release_slot(slot);
             } else if let Some(block) = self.tables[row].blocks.pop() {
                 self.release_block(block);
+                if fault!(ReleasedTwice) {
+                    self.release_block(block);
+                }
             }
         }
         self.tables[row].mark_replaced(num_blocks as usize);

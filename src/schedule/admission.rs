@@ -230,6 +230,7 @@ impl Scheduler {
 
     /// Whether a sequence may not be preempted any more (I9).
     pub(super) fn is_at_bound(&self, index: Index) -> bool {
-        self.is_overcommitted() && self.get(index).preemptions >= self.config.max_preemptions
+        let bound = if fault!(PreemptedWithoutBound) { u32::MAX } else { self.config.max_preemptions };
+        self.is_overcommitted() && self.get(index).preemptions >= bound
     }
 }
