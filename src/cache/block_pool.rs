@@ -176,7 +176,7 @@ impl BlockPool {
         match *count {
             0 => {
                 self.num_held -= 1;
-                if !self.is_pinned(block) {
+                if !self.is_pinned(block) && !fault!(BlockLeaked) {
                     self.shelve(block);
                 }
             }

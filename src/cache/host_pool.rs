@@ -142,7 +142,7 @@ impl HostPool {
 
     fn free_if_idle(&mut self, slot: HostSlot) {
         let Slot { ref_count, arriving, leaving } = self.slots[slot.0 as usize];
-        if ref_count == 0 && !arriving && !leaving {
+        if ref_count == 0 && !arriving && !leaving && !fault!(HostSlotLeaked) {
             self.free.push_back(slot);
         }
     }

@@ -193,7 +193,9 @@ impl KvCache {
         // Taken out, so that the blocks are copied in one piece.
         let mut blocks = std::mem::take(&mut self.tables[child_row].blocks);
         blocks.extend_from_slice(&self.tables[parent].blocks[..on_device]);
-        self.pool.retain_held(&blocks);
+        if !fault!(ForkUncounted) {
+            self.pool.retain_held(&blocks);
+        }
         self.tables[child_row].blocks = blocks;
         for entry in 0..shared - on_device {
             let slot = self.tables[parent].host[entry];
@@ -204,6 +206,7 @@ impl KvCache {
         }
         let registered = self.tables[parent].registered.min(on_device as u32);
         let borrowed = self.tables[parent].borrowed.filter(|&entry| (entry as usize) < on_device);
+        let at = if fault!(ForkKeepsLength) { len } else { at };
         let child_table = &mut self.tables[child_row];
         (child_table.len, child_table.registered, child_table.borrowed) = (at, registered, borrowed);
         Ok(child)
@@ -257,6 +260,9 @@ impl KvCache {
                 self.release_slot(slot);
             } else if let Some(block) = self.tables[row].blocks.pop() {
                 self.release_block(block);
+                if fault!(ReleasedTwice) {
+                    self.release_block(block);
+                }
             }
         }
         self.tables[row].mark_replaced(num_blocks as usize);

@@ -6,6 +6,7 @@
 //! when nothing runs and the first one cannot be let in, whoever in line already has blocks goes.
 
 use crate::error::RequestError;
+use crate::schedule::preempt::MAX_STEPS_IN_TRANSFER;
 use crate::schedule::request::Admission;
 use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::{Place, Sequence, State};
@@ -77,7 +78,9 @@ impl Scheduler {
             return Err(Lacking::Table);
         }
         let table = self.get(index).table;
-        if table.is_some_and(|table| !self.cache.can_return(table)) {
+        let returns = table.is_some_and(|table| self.cache.host_blocks_of(table) > 0);
+        let busy = returns && self.cache.num_transfers() >= MAX_STEPS_IN_TRANSFER;
+        if busy || table.is_some_and(|table| !self.cache.can_return(table)) {
             return Err(Lacking::Transfers);
         }
         self.reconsider_return(index);
@@ -236,6 +239,7 @@ impl Scheduler {
 
     /// Whether a sequence may not be preempted any more (I9).
     pub(super) fn is_at_bound(&self, index: Index) -> bool {
-        self.is_overcommitted() && self.get(index).preemptions >= self.config.max_preemptions
+        let bound = if fault!(PreemptedWithoutBound) { u32::MAX } else { self.config.max_preemptions };
+        self.is_overcommitted() && self.get(index).preemptions >= bound
     }
 }

@@ -5,7 +5,7 @@
 //! step begins where this one ended. Then, unless somebody was preempted, requests in line are let in while rows are
 //! left.
 
-use crate::ids::TokenId;
+use crate::ids::{SequenceId, TokenId};
 use crate::schedule::admission::Lacking;
 use crate::schedule::request::{Schedule, WaitReason};
 use crate::schedule::scheduler::{Index, Scheduler};
@@ -83,6 +83,12 @@ impl Scheduler {
         }
     }
 
+    /// The sequences of the outstanding plan, in the order of its rows: whose adapter or namespace they belong to. Samples
+    /// that have not parted go by the first one that lives. Empty when no step is outstanding.
+    pub fn planned_sequences(&self) -> impl Iterator<Item = SequenceId> {
+        self.planned.iter().map(|&index| self.get(index).id)
+    }
+
     /// Plans a step. Returns what the first in line lacks, if it was asked.
     fn fill(&mut self, plan: &mut StepPlan, budget: &mut Budget) -> Option<Lacking> {
         let displaced = self.displace();
@@ -94,11 +100,12 @@ impl Scheduler {
                 // Blocks that the last in order gave up are for those before it.
                 continue;
             }
-            if self.stats.preemptions == start {
+            if self.stats.preemptions == start || fault!(AdmittedAfterPreempting) {
                 lacking = self.admit(plan, budget, displaced);
             }
             let nobody = self.running.is_empty() && self.waiting.is_empty();
-            if plan.num_rows() > 0 || nobody || std::mem::replace(&mut self.last_resort, true) {
+            let gives_up = fault!(NoLastResort);
+            if plan.num_rows() > 0 || nobody || gives_up || std::mem::replace(&mut self.last_resort, true) {
                 self.last_resort = false;
                 return lacking;
             }
@@ -298,6 +305,12 @@ impl Scheduler {
             debug_assert!(false, "blocks were counted before they were taken");
             return Planned::NoRoom;
         };
+        if fault!(RegisteredWhenPlanned) {
+            let known = &sequence.tokens[..start + known as usize];
+            let mut hashes = Vec::new();
+            self.cache.extend_hashes(&sequence.namespace, known, &mut hashes);
+            self.cache.register(table, &sequence.namespace, known, &hashes, |_| Default::default());
+        }
         self.request_logits(plan, index, first_row, rows, known);
         self.planned.push(index);
         Planned::Rows(Budget::of(computed, rows))

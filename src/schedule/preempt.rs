@@ -12,6 +12,10 @@ use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::State;
 use crate::schedule::step_plan::TransferReport;
 
+/// Steps whose transfers may be under way at a time. More means that nobody collects them, and the device part keeps
+/// staging memory for each.
+pub(super) const MAX_STEPS_IN_TRANSFER: usize = 4;
+
 /// How much of what victims had computed the prefix cache still had when they came back, lately.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct FoundAgain {
@@ -44,9 +48,8 @@ impl Scheduler {
         self.rates = known.then_some(rates);
     }
 
-    /// Takes note of transfers that the device part is done with
-    /// ([`PagedAttention::poll_transfers`](crate::PagedAttention::poll_transfers)): blocks that have arrived can come
-    /// back, and slots that were read are free. What did not arrive is computed again. Reports of dropped steps, and
+    /// Takes note of transfers that the device part is done with (`PagedAttention::poll_transfers`): blocks that have
+    /// arrived can come back, and slots that were read are free. What did not arrive is computed again. Reports of dropped steps, and
     /// repeated ones, are ignored; any order will do.
     pub fn complete_transfers(&mut self, reports: &[TransferReport]) {
         for report in reports {
@@ -139,6 +142,10 @@ impl Scheduler {
         let needed = self.cache.swappable_blocks(table, spared);
         if needed == 0 {
             return (false, PreemptionReason::NothingToMove);
+        }
+        let steps = self.cache.num_transfers();
+        if steps >= MAX_STEPS_IN_TRANSFER {
+            return (false, PreemptionReason::TransfersPending { steps });
         }
         let why = match (mode, self.rates) {
             (PreemptionMode::Auto, Some(rates)) => self.compare(index, needed, rates),
@@ -239,20 +246,26 @@ impl Scheduler {
         if table.is_some_and(|table| !self.cache.can_return(table)) {
             return false;
         }
-        let width: u32 = self.running.iter().map(|&other| self.get(other).width()).sum();
-        let excess = (width + self.get(first).width()).saturating_sub(self.max_running());
-        if excess > 0 {
-            let last = self.running.iter().rev().copied().find(|&other| is_lower(self, other));
-            let last = last.filter(|&last| self.get(last).width() >= excess);
-            last.inspect(|&last| self.evict(last, Some(first)));
-            return last.is_some();
+        let excess = |scheduler: &Self| {
+            let running: u32 = scheduler.running.iter().map(|&other| scheduler.get(other).width()).sum();
+            (running + scheduler.get(first).width()).saturating_sub(scheduler.max_running())
+        };
+        let lower = self.running.iter().copied().filter(|&other| is_lower(self, other));
+        if lower.map(|other| self.get(other).width()).sum::<u32>() < excess(self) {
+            return false;
         }
         self.match_prefix(first);
         let needed = self.blocks_to_enter(first);
-        let displaced = self.missing_to(first, needed) > 0
-            && !self.can_reclaim(first, needed)
-            && self.displace_for(first, needed);
+        let fits = self.missing_to(first, needed) == 0 || self.can_reclaim(first, needed);
+        let lets_in = !self.waits_for_twin(first) && (fits || self.displace_for(first, needed));
         self.matched.index = None;
+        let mut displaced = lets_in && !fits;
+        while lets_in && excess(self) > 0 {
+            let last = self.running.iter().rev().copied().find(|&other| is_lower(self, other));
+            let Some(last) = last else { break };
+            self.evict(last, Some(first));
+            displaced = true;
+        }
         displaced
     }
 

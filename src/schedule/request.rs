@@ -212,6 +212,12 @@ pub enum PreemptionReason {
     },
     /// All its blocks are shared with others.
     NothingToMove,
+    /// Too many transfers have not been reported
+    /// ([`Scheduler::complete_transfers`](crate::Scheduler::complete_transfers)).
+    TransfersPending {
+        /// Steps that have not been reported.
+        steps: usize,
+    },
 }
 
 /// What the prefix cache had for a sequence when it was last let in.

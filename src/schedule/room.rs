@@ -153,7 +153,7 @@ impl Scheduler {
         // Those that free nothing, or less than what is freed beyond need, are spared.
         for place in (0..enough).rev() {
             let spared = freed.freed_by(self, candidates[place]);
-            if freed.blocks - spared >= missing {
+            if freed.blocks - spared + u32::from(fault!(VictimsFreeTooLittle)) >= missing {
                 freed.remove(self, candidates[place]);
                 candidates.remove(place);
             }

@@ -6,6 +6,8 @@ mod cache_bugs;
 mod cache_model;
 mod config_numbers;
 mod drafts;
+#[cfg(feature = "faults")]
+mod faults;
 mod model;
 mod preemption;
 mod promises;
@@ -17,4 +19,5 @@ mod rig;
 mod scenarios;
 mod scheduler_bugs;
 mod simulated_device;
+mod simulation;
 mod tidy;
