@@ -82,7 +82,7 @@ pub(crate) struct Options {
     #[arg(long, value_enum, default_value = "off")]
     pub(crate) prefix_cache: Switch,
 
-    /// Whose blocks are taken when a sequence needs one and none is free. Nobody's of a higher priority ever are.
+    /// Whose blocks are taken when a sequence needs one and none is free.
     #[arg(long, value_enum, default_value = "lowest-priority")]
     pub(crate) victim: Victim,
 
