@@ -457,7 +457,7 @@ pub struct SchedulerStats {
     pub recomputed_tokens: u64,
     /// Sequences preempted.
     pub preemptions: u64,
-    /// Of these, sequences whose blocks were moved to the host pool.
+    /// Moves of a sequence's blocks to the host pool: of preempted, waiting and kept ones.
     pub swaps_out: u64,
     /// Sequences whose blocks came back from the host pool.
     pub swaps_in: u64,
