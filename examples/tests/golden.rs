@@ -102,28 +102,28 @@ const CELLS: &[Cell] = &[
     },
     Cell {
         name: "f32, preempted by recomputation",
-        quick: &["lavapipe", "cpu"],
-        all: &["swiftshader"],
+        quick: &["cpu"],
+        all: GPUS,
         run: |runner| runner.under_pressure(PRESSURE),
     },
     Cell {
         name: "f32, preempted by swap",
-        quick: ALL,
-        all: &[],
+        quick: &["lavapipe", "cpu"],
+        all: &["swiftshader"],
         run: |runner| runner.under_pressure(SWAPPED),
     },
     Cell {
         name: "f32, preempted either way",
-        quick: &["lavapipe", "cpu"],
-        all: &["swiftshader"],
+        quick: &["cpu"],
+        all: GPUS,
         run: |runner| {
             runner.under_pressure(Pressure { num_blocks: 28, preemption: PreemptionMode::Auto, ..PRESSURE })
         },
     },
     Cell {
         name: "f32, the requester recomputes",
-        quick: &["cpu"],
-        all: GPUS,
+        quick: &[],
+        all: ALL,
         run: |runner| runner.under_pressure(REQUESTER),
     },
     Cell {
@@ -140,16 +140,11 @@ const CELLS: &[Cell] = &[
     },
     Cell {
         name: "f32, who loses least is swapped",
-        quick: &["cpu"],
-        all: GPUS,
+        quick: &[],
+        all: ALL,
         run: |runner| runner.under_pressure(Pressure { preemption: PreemptionMode::Swap, ..LEAST_LOST }),
     },
-    Cell {
-        name: "f32, prefix cache",
-        quick: &["lavapipe", "cpu"],
-        all: &["swiftshader"],
-        run: Runner::prefix_cache,
-    },
+    Cell { name: "f32, prefix cache", quick: &["cpu"], all: GPUS, run: Runner::prefix_cache },
     Cell {
         name: "f32, prefix cache, preempted by recomputation",
         quick: &["cpu"],
@@ -158,8 +153,8 @@ const CELLS: &[Cell] = &[
     },
     Cell {
         name: "f32, prefix cache, preempted by swap",
-        quick: &["cpu"],
-        all: GPUS,
+        quick: &[],
+        all: ALL,
         run: |runner| runner.under_pressure(Pressure { preemption: PreemptionMode::Swap, ..CACHED }),
     },
     Cell {
