@@ -209,12 +209,18 @@ fn line(object: &impl Serialize) -> String {
 pub(crate) fn stats_text(stats: &SessionStats, adapter: &str, block_size: u32) -> String {
     let scheduler = &stats.scheduler;
     let cache = &scheduler.cache;
+    let misses = scheduler.prefix_misses;
+    let (found, wanted) = (scheduler.prefix_hit_tokens, scheduler.prefix_wanted_tokens);
+    let was_asked = found + misses.unseen + misses.evicted + misses.expired > 0;
+    let prefix = match was_asked {
+        true => format!("\n{found} of {wanted} tokens found in the prefix cache"),
+        false => String::new(),
+    };
     format!(
         "{adapter}: {} prompt tokens and {} generated in {} steps and {:.1} s, {:.1} generated per second\n\
          {} of {} blocks of {block_size} tokens used at most, {} shared at most, {} copied on write, \
          {} tokens unused in last blocks at most\n\
-         {} preemptions, {} tokens computed again; {} sequences swapped out to {} host blocks and {} back, {} bytes moved\n\
-         {} of {} tokens found in the prefix cache",
+         {} preemptions, {} tokens computed again; {} sequences swapped out to {} host blocks and {} back, {} bytes moved{prefix}",
         scheduler.prompt_tokens,
         scheduler.generated_tokens,
         scheduler.steps,
@@ -231,7 +237,5 @@ pub(crate) fn stats_text(stats: &SessionStats, adapter: &str, block_size: u32) -
         cache.host_blocks,
         scheduler.swaps_in,
         stats.swap_bytes,
-        scheduler.prefix_hit_tokens,
-        scheduler.prefix_wanted_tokens,
     )
 }

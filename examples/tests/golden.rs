@@ -10,11 +10,14 @@
 //! - `PAGED_KV_REQUIRE_ADAPTERS`: adapters without which the tests fail (`lavapipe,swiftshader,gl:llvmpipe`).
 #![allow(clippy::unwrap_used)]
 
-use llama::engine::{Engine, Outcome, Prompt, SessionOptions, SessionStats};
+use llama::engine::{Engine, Event, Outcome, Prompt, SessionOptions, SessionStats};
 use llama::gguf::GgufFile;
 use llama::gpu::{Adapters, Gpu};
 use llama::sample::Sampler;
-use paged_kv::{Admission, CacheConfig, KvType, SchedulerConfig, TokenId};
+use paged_kv::{
+    Admission, CacheConfig, KvType, Preemption, PreemptionMode, PrefixCacheConfig, Rates, SchedulerConfig,
+    TokenId, VictimPolicy,
+};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -32,6 +35,26 @@ struct Setup {
 }
 
 const BASE: Setup = Setup { kv: KvType::F32, block_size: 16, step_tokens: 64, num_blocks: 256, alone: false };
+
+/// How a cell runs twelve prompts in a pool that holds about half of them side by side.
+#[derive(Clone, Copy)]
+struct Pressure {
+    num_blocks: u32,
+    preemption: PreemptionMode,
+    victims: VictimPolicy,
+    prefix_cache: bool,
+}
+
+const PRESSURE: Pressure = Pressure {
+    num_blocks: 24,
+    preemption: PreemptionMode::Recompute,
+    victims: VictimPolicy::LowestPriority,
+    prefix_cache: false,
+};
+const SWAPPED: Pressure = Pressure { num_blocks: 26, preemption: PreemptionMode::Swap, ..PRESSURE };
+const REQUESTER: Pressure = Pressure { num_blocks: 25, victims: VictimPolicy::Requester, ..PRESSURE };
+const LEAST_LOST: Pressure = Pressure { num_blocks: 27, victims: VictimPolicy::LeastLost, ..PRESSURE };
+const CACHED: Pressure = Pressure { num_blocks: 15, prefix_cache: true, ..PRESSURE };
 
 struct Cell {
     name: &'static str,
@@ -78,6 +101,63 @@ const CELLS: &[Cell] = &[
         run: Runner::preempted,
     },
     Cell {
+        name: "f32, preempted by recomputation",
+        quick: &["cpu"],
+        all: GPUS,
+        run: |runner| runner.under_pressure(PRESSURE),
+    },
+    Cell {
+        name: "f32, preempted by swap",
+        quick: &["lavapipe", "cpu"],
+        all: &["swiftshader"],
+        run: |runner| runner.under_pressure(SWAPPED),
+    },
+    Cell {
+        name: "f32, preempted either way",
+        quick: &["cpu"],
+        all: GPUS,
+        run: |runner| {
+            runner.under_pressure(Pressure { num_blocks: 28, preemption: PreemptionMode::Auto, ..PRESSURE })
+        },
+    },
+    Cell {
+        name: "f32, the requester recomputes",
+        quick: &[],
+        all: ALL,
+        run: |runner| runner.under_pressure(REQUESTER),
+    },
+    Cell {
+        name: "f32, the requester is swapped",
+        quick: &["cpu"],
+        all: GPUS,
+        run: |runner| runner.under_pressure(Pressure { preemption: PreemptionMode::Swap, ..REQUESTER }),
+    },
+    Cell {
+        name: "f32, who loses least recomputes",
+        quick: &["cpu"],
+        all: GPUS,
+        run: |runner| runner.under_pressure(LEAST_LOST),
+    },
+    Cell {
+        name: "f32, who loses least is swapped",
+        quick: &[],
+        all: ALL,
+        run: |runner| runner.under_pressure(Pressure { preemption: PreemptionMode::Swap, ..LEAST_LOST }),
+    },
+    Cell { name: "f32, prefix cache", quick: &["cpu"], all: GPUS, run: Runner::prefix_cache },
+    Cell {
+        name: "f32, prefix cache, preempted by recomputation",
+        quick: &["cpu"],
+        all: GPUS,
+        run: |runner| runner.under_pressure(CACHED),
+    },
+    Cell {
+        name: "f32, prefix cache, preempted by swap",
+        quick: &[],
+        all: ALL,
+        run: |runner| runner.under_pressure(Pressure { preemption: PreemptionMode::Swap, ..CACHED }),
+    },
+    Cell {
         name: "f32, 4 greedy samples",
         quick: &["lavapipe"],
         all: &["swiftshader", "cpu"],
@@ -89,6 +169,12 @@ const CELLS: &[Cell] = &[
         quick: &["cpu"],
         all: GPUS,
         run: |runner| runner.compare(9..11, BASE),
+    },
+    Cell {
+        name: "f32, the pair of 660, prefix cache",
+        quick: &["cpu"],
+        all: GPUS,
+        run: Runner::shared_system_prompt,
     },
     Cell {
         name: "f16, the long one",
@@ -319,11 +405,9 @@ impl Runner {
         while session.step(&mut events).unwrap() {
             for event in events.drain(..) {
                 match event {
-                    llama::engine::Event::Token { prompt, token, .. } => tokens[prompt as usize].push(token),
-                    llama::engine::Event::Finished { preemptions, .. } => {
-                        victims += u32::from(preemptions > 0)
-                    }
-                    llama::engine::Event::Preempted { .. } => {}
+                    Event::Token { prompt, token, .. } => tokens[prompt as usize].push(token),
+                    Event::Finished { preemptions, .. } => victims += u32::from(preemptions > 0),
+                    Event::Preempted { .. } => {}
                 }
             }
             for (place, &request) in requests.iter().enumerate() {
@@ -345,6 +429,126 @@ impl Runner {
         assert!(preemptions >= 3, "{preemptions} preemptions");
         assert!(victims >= 2, "{victims} different victims");
         assert!(in_mid_prompt >= 1, "nobody was preempted while its prompt was read");
+    }
+
+    /// Three prompts, four times each, in a pool that soon is full: at least ten sequences are preempted, each of which
+    /// has computed a block of generated tokens or more.
+    fn under_pressure(&mut self, pressure: Pressure) {
+        const BLOCK: u32 = 8;
+        let prompts: Vec<Prompt> = [1, 3, 2]
+            .repeat(4)
+            .into_iter()
+            .zip(0..)
+            .map(|(golden, index)| {
+                let len = self.golden.expected(golden, KvType::F32).len();
+                Prompt { index, ..self.prompt(golden, len) }
+            })
+            .collect();
+        let setup = Setup { block_size: BLOCK, num_blocks: pressure.num_blocks, ..BASE };
+        let mut options = self.options(setup, 0);
+        options.cache = options.cache.with_host_blocks(64).unwrap();
+        options.scheduler.preemption = pressure.preemption;
+        options.scheduler.victims = pressure.victims;
+        options.scheduler.prefix_cache = pressure.prefix_cache.then(PrefixCacheConfig::default);
+        // Blocks out and back take as long as 6.8 tokens a block: a sequence whose last block is nearly empty recomputes.
+        let swap_bytes_per_s = 2.0 * options.cache.bytes_per_block() as f64;
+        options.rates = Some(Rates { swap_bytes_per_s, prefill_tokens_per_s: 6.8 });
+        let mut session = self.engine.session(options).unwrap();
+        for prompt in &prompts {
+            session.add(prompt).unwrap();
+        }
+        let mut tokens = vec![Vec::new(); prompts.len()];
+        let (mut swapped, mut recomputed, mut victims) = (0, 0, 0);
+        let mut events = Vec::new();
+        while session.step(&mut events).unwrap() {
+            session.scheduler().assert_consistent();
+            for event in events.drain(..) {
+                match event {
+                    Event::Token { prompt, token, .. } => tokens[prompt as usize].push(token),
+                    Event::Finished { preemptions, .. } => victims += u32::from(preemptions > 0),
+                    Event::Preempted { prompt, how, .. } => {
+                        // The last one is not computed yet.
+                        let lost = tokens[prompt as usize].len() as u32 - 1;
+                        assert!(lost >= BLOCK, "{prompt} loses {lost} generated tokens");
+                        match how {
+                            Preemption::Swapped { .. } => swapped += 1,
+                            _ => recomputed += 1,
+                        }
+                    }
+                }
+            }
+        }
+        let stats = session.stats();
+        let scheduler = stats.scheduler;
+        println!(
+            "golden: {swapped} swapped, {recomputed} recomputed, {victims} victims, {} tokens recomputed, {} found, \
+             {} bytes moved, {} steps",
+            scheduler.recomputed_tokens, scheduler.prefix_hit_tokens, stats.swap_bytes, scheduler.steps
+        );
+        for (place, found) in tokens.iter().enumerate() {
+            let expected = self.golden.expected([1, 3, 2][place % 3], KvType::F32);
+            assert_eq!(found, &expected, "tokens of sequence {place}, preempted");
+        }
+        let wanted = match pressure.preemption {
+            PreemptionMode::Swap => (10, 0),
+            PreemptionMode::Recompute => (0, 10),
+            PreemptionMode::Auto => (4, 4),
+        };
+        assert!(swapped >= wanted.0 && recomputed >= wanted.1, "{swapped} swapped, {recomputed} recomputed");
+        assert!(swapped + recomputed >= 10 && victims >= 3);
+        assert_eq!(swapped + recomputed, scheduler.preemptions);
+        // What a sequence in line still shares may leave later than the rest, and return with whoever shares it.
+        assert!(scheduler.swaps_out >= swapped && (scheduler.swaps_in > 0) == (swapped > 0));
+        assert_eq!(stats.swap_bytes > 0, swapped > 0);
+        let (left, returned) = (scheduler.cache.blocks_swapped_out, scheduler.cache.blocks_swapped_in);
+        // What the prefix cache has need not return.
+        assert!(
+            returned == left || (pressure.prefix_cache && returned < left),
+            "{returned} of {left} returned"
+        );
+        assert_eq!(scheduler.recomputed_tokens > 0, recomputed > 0);
+        assert_eq!(scheduler.prefix_hit_tokens > 0, pressure.prefix_cache);
+    }
+
+    /// Prompts of which two begin alike, twice each, all at once: what another one has computed is not computed again.
+    fn prefix_cache(&mut self) {
+        const BLOCK: u32 = 8;
+        let golden = [5, 6, 8, 5, 6, 8];
+        let mut options = self.options(Setup { block_size: BLOCK, ..BASE }, 0);
+        options.scheduler.prefix_cache = Some(PrefixCacheConfig::default());
+        let prompts: Vec<Prompt> = golden
+            .into_iter()
+            .zip(0..)
+            .map(|(golden, index)| Prompt { index, ..self.prompt(golden, 16) })
+            .collect();
+        let (outcomes, stats) = self.run(&prompts, options);
+        for (outcome, golden) in outcomes.iter().zip(golden) {
+            assert_eq!(outcome.tokens, self.golden.expected(golden, KvType::F32)[..16], "prompt {golden}");
+        }
+        let len = |prompt: &Prompt| prompt.tokens.len() as u64;
+        let second: u64 = prompts[3..].iter().map(|prompt| (len(prompt) - 1) / 8 * 8).sum();
+        let alike = common(&prompts[0], &prompts[1]) / 8 * 8;
+        assert!(alike > 0);
+        let found = stats.scheduler.prefix_hit_tokens;
+        assert!(found >= second + alike, "{found} tokens found, {second} and {alike} expected");
+        assert_eq!(stats.scheduler.prompt_tokens + found, prompts.iter().map(len).sum::<u64>());
+    }
+
+    /// Two prompts of 660 tokens with one system prompt: it is computed once and held once.
+    fn shared_system_prompt(&mut self) {
+        let mut options = self.options(BASE, 0);
+        options.scheduler.prefix_cache = Some(PrefixCacheConfig::default());
+        let prompts = [9, 10].map(|index| self.prompt(index, 48));
+        let (outcomes, stats) = self.run(&prompts, options);
+        self.check(&outcomes, KvType::F32);
+        let alike = common(&prompts[0], &prompts[1]);
+        let lens = prompts.map(|prompt| prompt.tokens.len() as u64);
+        assert!(alike > 600);
+        assert_eq!(stats.scheduler.prefix_hit_tokens, alike, "rows of a partly equal block are found, too");
+        assert_eq!(stats.scheduler.prompt_tokens, lens[0] + lens[1] - alike);
+        let blocks = lens.map(|len| (len + 47).div_ceil(16));
+        let held = u64::from(stats.scheduler.cache.held_blocks_peak);
+        assert_eq!(held, blocks[0] + blocks[1] - alike / 16);
     }
 
     /// Samples at temperature 0 are equal, share their prompt's full blocks, and copy its partial one.
@@ -381,4 +585,9 @@ impl Runner {
             assert_eq!(alone[0].tokens, outcome.tokens, "sample {} alone", outcome.sample);
         }
     }
+}
+
+/// Leading tokens that two prompts have in common.
+fn common(first: &Prompt, second: &Prompt) -> u64 {
+    first.tokens.iter().zip(&second.tokens).take_while(|(first, second)| first == second).count() as u64
 }
