@@ -130,16 +130,16 @@ pub enum PreemptionMode {
     Auto,
 }
 
-/// Whose blocks are taken when a running sequence needs one and none can be had. Sequences of a higher class are never
-/// taken, kept ones always come first.
+/// Whose blocks are taken when a running sequence needs one and none can be had. Kept sequences' always come first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum VictimPolicy {
     /// The sequence that needs the block gives up its own, and waits.
     Requester,
-    /// The last in line of those behind it; where there is none, it waits with its blocks.
+    /// The last in line of those behind it, whose class has aged as its place says; where there is none, it waits with
+    /// its blocks.
     #[default]
     LowestPriority,
-    /// Whoever has the fewest tokens to lose.
+    /// Whoever has the fewest tokens to lose, in its own class or a lower one.
     LeastLost,
 }
 
