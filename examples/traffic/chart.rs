@@ -43,7 +43,9 @@ pub(crate) fn draw(
     let root = SVGBackend::new(path, (WIDTH, height)).into_drawing_area();
     root.fill(&WHITE)?;
     let (head, panels) = root.split_vertically(TITLE_HEIGHT);
-    draw_head(&head)?;
+    let seen =
+        |&(_, _, tokens): &Area| drawn.iter().any(|(_, day)| day.parts.iter().any(|part| tokens(part) > 0));
+    draw_head(&head, &AREAS.into_iter().filter(seen).collect::<Vec<_>>())?;
     for (panel, (system, day)) in panels.split_evenly((drawn.len(), 1)).iter().zip(drawn) {
         let title = format!("{}, {}", system.name[0], system.name[1]);
         draw_panel(panel, &title, PEAK_HOUR - hours / 2.0, hours, day)?;
@@ -53,12 +55,12 @@ pub(crate) fn draw(
 }
 
 /// The title, and what the colours mean.
-fn draw_head(head: &Panel<'_>) -> Result<(), Box<dyn Error>> {
+fn draw_head(head: &Panel<'_>, areas: &[Area]) -> Result<(), Box<dyn Error>> {
     let title = ("sans-serif", 20).into_text_style(head).pos(Pos::new(HPos::Center, VPos::Top));
     head.draw_text("One pool over a day of chat traffic", &title, (WIDTH as i32 / 2, 10))?;
     let text = ("sans-serif", 13).into_text_style(head).pos(Pos::new(HPos::Left, VPos::Center));
     let mut x = 62;
-    for (name, colour, _) in AREAS {
+    for &(name, colour, _) in areas {
         head.draw(&Rectangle::new([(x, 44), (x + 12, 56)], colour.filled()))?;
         head.draw_text(name, &text, (x + 17, 51))?;
         x += 45 + 6 * name.len() as i32;
