@@ -168,6 +168,25 @@ pub enum CacheError {
         /// Tokens in the table.
         len: u32,
     },
+    /// Blocks of the table are in the host pool: bring them back first.
+    SwappedOut {
+        /// The table.
+        table: TableId,
+        /// Its blocks there.
+        blocks: u32,
+    },
+    /// Blocks of the table have not arrived in the host pool: report completed transfers first.
+    InTransfer {
+        /// The table.
+        table: TableId,
+    },
+    /// The host pool has too few free blocks.
+    HostPoolFull {
+        /// Blocks needed.
+        needed: u32,
+        /// Blocks free.
+        available: u32,
+    },
     /// A push of no tokens.
     NoTokens {
         /// The table.
@@ -211,6 +230,15 @@ impl fmt::Display for CacheError {
             }
             Self::BeyondLength { tokens, len } => {
                 write!(f, "position {tokens} is beyond the {len} tokens of the table")
+            }
+            Self::SwappedOut { table, blocks } => {
+                write!(f, "{blocks} blocks of {table:?} are in the host pool")
+            }
+            Self::InTransfer { table } => {
+                write!(f, "blocks of {table:?} are still on their way to the host pool")
+            }
+            Self::HostPoolFull { needed, available } => {
+                write!(f, "{needed} blocks of the host pool are needed and {available} are free")
             }
             Self::NoTokens { table } => write!(f, "no tokens were pushed to {table:?}"),
             Self::NoSuchRow { row, num_rows, rows } => {

@@ -13,7 +13,7 @@ mod ids;
 pub mod reference;
 mod schedule;
 
-pub use cache::{BlockCopy, BlockSwap, CacheStats, KvCache};
+pub use cache::{BlockCopy, BlockSwap, CacheStats, KvCache, MissReason, Namespace, Retention};
 pub use config::{
     ArenaLayout, BlockLayout, CacheConfig, DEFAULT_BLOCK_SIZE, DEFAULT_MAX_SEQUENCES, KvFormat, KvPart,
     KvType, MAX_ARENA_BYTES, MAX_BLOCK_SIZE, MAX_HEAD_DIM, ModelShape,
@@ -21,9 +21,10 @@ pub use config::{
 pub use error::{CacheError, CommitError, ConfigError, Error, RequestError};
 pub use ids::{BlockId, PADDING_SLOT, RequestId, SequenceId, StepId, TableId, TokenId};
 pub use schedule::{
-    Admission, DIRECT, DecodeItem, FinishReason, LogitRow, MergeItem, PrefillItem, Request, RowResult,
-    Schedule, Scheduler, SchedulerConfig, SchedulerStats, SplitConfig, StepBuilder, StepEvent, StepPlan,
-    TableChange, TransferReport, WaitReason, WorkSplit,
+    Admission, DIRECT, DecodeItem, DuplicatePrompts, FinishReason, LogitRow, MergeItem, MissCounts,
+    Preemption, PreemptionMode, PreemptionReason, PrefillItem, PrefixCacheConfig, PrefixReport, Priority,
+    Rates, Request, RowResult, Schedule, Scheduler, SchedulerConfig, SchedulerStats, SplitConfig,
+    StepBuilder, StepEvent, StepPlan, TableChange, TransferReport, VictimPolicy, WaitReason, WorkSplit,
 };
 
 #[cfg(feature = "wgpu")]

@@ -8,12 +8,12 @@ use std::{
 use llama::{
     attention::shape_of,
     config::Config,
-    engine::{Engine, Prompt, SessionOptions},
+    engine::{Engine, Event, Prompt, SessionOptions},
     error::{LoadError, RunError},
     sample::Sampler,
     tokenizer::Tokenizer,
 };
-use paged_kv::{CacheConfig, SchedulerConfig};
+use paged_kv::{CacheConfig, Scheduler, SchedulerConfig};
 
 use crate::{
     Failure,
@@ -67,12 +67,16 @@ impl<'a> Batch<'a> {
                 return Err(Failure::input(message));
             }
         }
-        let default_max_new =
-            if forced_tokens.is_empty() { DEFAULT_MAX_NEW } else { forced_tokens.len() as u32 };
         let prompts = token_lists.into_iter().zip(0..).map(|(tokens, index)| Prompt {
             index,
+            max_new_tokens: match (options.max_new, forced_tokens.len()) {
+                (Some(max_new), _) => max_new,
+                (None, 0) => {
+                    DEFAULT_MAX_NEW.min(config.context_len.saturating_sub(tokens.len() as u32).max(1))
+                }
+                (None, forced) => forced as u32,
+            },
             tokens,
-            max_new_tokens: options.max_new.unwrap_or(default_max_new),
             samples: options.samples,
             first_sample: 0,
             stop_tokens: if forced_tokens.is_empty() { end_tokens.clone() } else { Vec::new() },
@@ -80,36 +84,44 @@ impl<'a> Batch<'a> {
             keep: false,
         });
         let prompts: Vec<Prompt> = prompts.collect();
-        let longest = |prompt: &Prompt| prompt.tokens.len() as u32 + prompt.max_new_tokens;
+        let longest = |prompt: &Prompt| (prompt.tokens.len() as u32).saturating_add(prompt.max_new_tokens);
         let sequences: Vec<_> = prompts.iter().map(|prompt| (longest(prompt), prompt.samples)).collect();
         let session = session_options(options, config, &sequences)?;
+        // A scheduler without a model tells whether every prompt can run.
+        let mut scheduler = Scheduler::new(session.scheduler, session.cache).map_err(RunError::from)?;
+        for prompt in &prompts {
+            let added = scheduler.add(prompt.request());
+            added.map_err(|error| Failure::input(format!("prompt {}: {error}", prompt.index)))?;
+        }
         Ok(Self { options, tokenizer: tokenizer.ok(), texts, prompts, session })
     }
 
     /// Runs the prompts and shows what comes out.
     pub(crate) fn run(&self, engine: &mut Engine, adapter: &str) -> Result<(), Failure> {
         let tokenizer = self.tokenizer.as_ref();
+        let mut session = engine.session(self.session)?;
+        let mut printed = Ok(());
         if self.options.json {
-            let (outcomes, stats) = engine.run(&self.prompts, self.session, |_| ())?;
-            let mut out = io::stdout().lock();
-            for outcome in &outcomes {
-                let prompt_ids = &self.prompts[outcome.prompt as usize].tokens;
-                let object = outcome_json(outcome, prompt_ids, tokenizer, self.options.top_logits > 0);
-                writeln!(out, "{object}")?;
-            }
-            writeln!(out, "{}", stats_json(&stats, adapter))?;
+            session.run(&self.prompts, |event, outcome| {
+                if matches!(event, Event::Finished { .. }) && printed.is_ok() {
+                    let prompt_ids = &self.prompts[outcome.prompt as usize].tokens;
+                    let line = outcome_json(outcome, prompt_ids, tokenizer, self.options.top_logits > 0);
+                    printed = writeln!(io::stdout().lock(), "{line}");
+                }
+            })?;
+            printed?;
+            writeln!(io::stdout().lock(), "{}", stats_json(&session.stats(), adapter))?;
             return Ok(());
         }
         let mut printer = TextPrinter::new(tokenizer, self.headings())?;
-        let mut printed = Ok(());
-        let (_, stats) = engine.run(&self.prompts, self.session, |event| {
+        session.run(&self.prompts, |event, _| {
             if printed.is_ok() {
                 printed = printer.take(event);
             }
         })?;
         printed?;
         if self.options.stats {
-            eprintln!("{}", stats_text(&stats, adapter, self.options.block_size));
+            eprintln!("{}", stats_text(&session.stats(), adapter, self.options.block_size));
         }
         Ok(())
     }
@@ -117,15 +129,19 @@ impl<'a> Batch<'a> {
     /// A heading for each sample, which ends with the prompt's text; a lone sample has only that.
     fn headings(&self) -> BTreeMap<(u32, u32), String> {
         let alone = self.prompts.len() == 1 && self.options.samples == 1;
-        let heading = |prompt: u32, sample: u32| {
-            let text = self.texts.get(prompt as usize).map(String::as_str).unwrap_or_default();
-            if alone { text.to_owned() } else { format!("--- prompt {prompt}, sample {sample}\n{text}") }
-        };
-        let keys = self
-            .prompts
-            .iter()
-            .flat_map(|prompt| (0..prompt.samples).map(move |sample| (prompt.index, sample)));
-        keys.map(|(prompt, sample)| ((prompt, sample), heading(prompt, sample))).collect()
+        let mut headings = BTreeMap::new();
+        for (prompt, index) in self.prompts.iter().zip(0..) {
+            let text = match (self.texts.get(index as usize), &self.tokenizer) {
+                (Some(text), _) => text.clone(),
+                (None, Some(tokenizer)) => tokenizer.decode(&prompt.tokens),
+                (None, None) => String::new(),
+            };
+            for sample in 0..prompt.samples {
+                let heading = format!("--- prompt {index}, sample {sample}\n{text}");
+                headings.insert((index, sample), if alone { text.clone() } else { heading });
+            }
+        }
+        headings
     }
 }
 
@@ -134,8 +150,13 @@ fn read_texts(options: &Options) -> Result<Vec<String>, Failure> {
     if let Some(path) = &options.prompts_file {
         let content = std::fs::read_to_string(path)
             .map_err(|error| Failure::input(format!("cannot read {}: {error}", path.display())))?;
-        for line in content.lines().filter(|line| !line.trim().is_empty()) {
-            texts.push(prompt_line(line)?);
+        let in_file = texts.len();
+        for (line, number) in content.lines().zip(1..).filter(|(line, _)| !line.trim().is_empty()) {
+            let wrong = |error| format!("{}: line {number} is no JSON string: {error}", path.display());
+            texts.push(prompt_line(line).map_err(|error| Failure::input(wrong(error)))?);
+        }
+        if texts.len() == in_file {
+            return Err(Failure::input(format!("{} has no prompt", path.display())));
         }
     }
     if texts.is_empty() && options.prompt_ids.is_empty() {
@@ -147,11 +168,8 @@ fn read_texts(options: &Options) -> Result<Vec<String>, Failure> {
     Ok(texts)
 }
 
-fn prompt_line(line: &str) -> Result<String, Failure> {
-    if !line.starts_with('"') {
-        return Ok(line.to_owned());
-    }
-    serde_json::from_str(line).map_err(|error| Failure::input(format!("a prompt is no JSON string: {error}")))
+fn prompt_line(line: &str) -> serde_json::Result<String> {
+    if line.starts_with('"') { serde_json::from_str(line) } else { Ok(line.to_owned()) }
 }
 
 /// The session for sequences that may become `tokens` long, each `samples` times.
@@ -160,10 +178,9 @@ pub(crate) fn session_options(
     config: &Config,
     sequences: &[(u32, u32)],
 ) -> Result<SessionOptions, Failure> {
-    let num_sequences: u32 = sequences.iter().map(|&(_, samples)| samples).sum();
+    let num_sequences = sequences.iter().fold(0, |sum: u32, &(_, samples)| sum.saturating_add(samples));
     let most_samples = sequences.iter().map(|&(_, samples)| samples).max().unwrap_or(1);
-    let max_running =
-        options.max_running.unwrap_or_else(|| num_sequences.min(DEFAULT_MAX_RUNNING).max(most_samples));
+    let max_running = options.max_running.unwrap_or(DEFAULT_MAX_RUNNING.max(most_samples)).min(num_sequences);
     let config_error = |error| Failure::from(RunError::Config(error));
     let with_blocks = |blocks: u32| {
         CacheConfig::for_blocks(blocks, &shape_of(config), paged_kv::KvType::from(options.kv))?

@@ -125,19 +125,19 @@ impl<'a> Chat<'a> {
                 if let Some(printer) = &mut printer {
                     printer.take(&event)?;
                 }
-                outcome.take(event);
+                outcome.take(&event);
             }
         }
         if self.options.json {
-            let object = outcome_json(&outcome, &prompt.tokens, tokenizer, self.options.top_logits > 0);
-            writeln!(io::stdout().lock(), "{object}")?;
+            let line = outcome_json(&outcome, &prompt.tokens, tokenizer, self.options.top_logits > 0);
+            writeln!(io::stdout().lock(), "{line}")?;
         }
         Ok(Spoken { sequence, reason: outcome.reason })
     }
 }
 
 /// The next line that is not empty; on a terminal, asks for it.
-fn read_turn() -> io::Result<Option<String>> {
+fn read_turn() -> Result<Option<String>, Failure> {
     let stdin = io::stdin();
     loop {
         if stdin.is_terminal() {
@@ -145,7 +145,8 @@ fn read_turn() -> io::Result<Option<String>> {
             io::stdout().flush()?;
         }
         let mut line = String::new();
-        if stdin.lock().read_line(&mut line)? == 0 {
+        let read = stdin.lock().read_line(&mut line);
+        if read.map_err(|error| Failure::input(format!("cannot read standard input: {error}")))? == 0 {
             return Ok(None);
         }
         let words = line.trim_end_matches(['\r', '\n']);

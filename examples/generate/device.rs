@@ -27,9 +27,13 @@ pub(crate) fn open(device: Device, name_part: Option<&str>) -> Result<Option<Gpu
         return none_found(device, name_part);
     };
     let gpu = Gpu::open(adapter).map_err(RunError::from)?;
-    let kind = if gpu.is_software { "a software adapter" } else { "a hardware adapter" };
+    let kind = match gpu.is_software {
+        true => "a software adapter, which may take a minute over the kernels when it first sees them",
+        false => "a hardware adapter",
+    };
     eprintln!("computing on {}, {kind}", gpu.label);
-    if gpu.is_software && adapter.get_info().backend == wgpu::Backend::Gl {
+    // With a name, OpenGL may be what was asked for.
+    if name_part.is_none() && gpu.is_software && adapter.get_info().backend == wgpu::Backend::Gl {
         eprintln!("no Vulkan was found: {SOFTWARE_VULKAN}");
     }
     Ok(Some(gpu))

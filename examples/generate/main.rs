@@ -70,7 +70,13 @@ impl From<io::Error> for Failure {
 }
 
 fn main() -> ExitCode {
-    match generate(&Options::parse()) {
+    let result = match Options::try_parse() {
+        Ok(options) => generate(&options),
+        // Help was asked for.
+        Err(message) if !message.use_stderr() => message.exit(),
+        Err(error) => Err(Failure::input(options::in_one_line(&error))),
+    };
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             eprintln!("generate: {failure}");
@@ -80,6 +86,9 @@ fn main() -> ExitCode {
 }
 
 fn generate(options: &Options) -> Result<(), Failure> {
+    if options.top_logits > 0 && !options.json {
+        return Err(Failure::input("--top-logits needs --json"));
+    }
     let mut file = match &options.model {
         Some(path) => GgufFile::open(path)?,
         None => GgufFile::from_bytes("the toy model", TOY)?,

@@ -16,7 +16,7 @@ pub(crate) struct Options {
     pub(crate) model: Option<PathBuf>,
 
     /// A text to go on from; may be given several times.
-    #[arg(long = "prompt", value_name = "TEXT")]
+    #[arg(long = "prompt", value_name = "TEXT", allow_hyphen_values = true)]
     pub(crate) prompts: Vec<String>,
 
     /// A file with one prompt a line; a line that begins with a quotation mark is a JSON string.
@@ -36,20 +36,21 @@ pub(crate) struct Options {
     #[arg(long, conflicts_with_all = ["prompts", "prompts_file", "prompt_ids", "force_ids", "samples"])]
     pub(crate) chat: bool,
 
-    /// Most tokens to generate for each sample; 128 unless tokens are forced.
+    /// Most tokens to generate for each sample; 128, or what the context leaves, unless tokens are forced.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_new: Option<u32>,
 
-    /// Samples of every prompt; the prompt is computed once.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    /// Samples of every prompt, at most 1024; the prompt is computed once.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) samples: u32,
 
     /// 0 always takes the most likely token; higher values choose more freely.
-    #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = temperature)]
+    #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = temperature,
+          allow_negative_numbers = true)]
     pub(crate) temperature: f32,
 
     /// Seed of the choices at a temperature above 0.
-    #[arg(long, value_name = "S", default_value_t = 0)]
+    #[arg(long, value_name = "S", default_value_t = 0, allow_negative_numbers = true)]
     pub(crate) seed: u64,
 
     /// How keys and values are stored.
@@ -61,7 +62,7 @@ pub(crate) struct Options {
     pub(crate) block_size: u32,
 
     /// Blocks in the pool; as many as the prompts may need, up to 1 GiB, unless given.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) blocks: Option<u32>,
 
     /// Whether every sequence that is let in is sure to finish without being preempted.
@@ -69,7 +70,7 @@ pub(crate) struct Options {
     pub(crate) admission: Admission,
 
     /// Most sequences at a time; as many as there are, up to 64, unless given.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_running: Option<u32>,
 
     /// Most tokens computed in one step.
@@ -84,11 +85,11 @@ pub(crate) struct Options {
     #[arg(long, value_name = "NAME-PART")]
     pub(crate) adapter: Option<String>,
 
-    /// Report the K largest logits of every position (with --json).
+    /// Report the K largest logits of every position, in the JSON lines.
     #[arg(long, value_name = "K", default_value_t = 0)]
     pub(crate) top_logits: usize,
 
-    /// Print one JSON object a line: each sequence as it finishes, then the statistics.
+    /// Print one JSON object a line: each sequence when it has finished, then the statistics.
     #[arg(long)]
     pub(crate) json: bool,
 
@@ -140,6 +141,14 @@ pub(crate) enum Device {
     Gpu,
     /// The CPU twins of the kernels.
     Cpu,
+}
+
+/// What is wrong with the command line, without the tips and the usage that clap prints below it.
+pub(crate) fn in_one_line(error: &clap::Error) -> String {
+    let text = error.to_string();
+    let reason = text.split("\n\n").next().unwrap_or_default();
+    let words: Vec<&str> = reason.lines().map(str::trim).collect();
+    words.join(" ").trim_start_matches("error: ").to_owned()
 }
 
 fn temperature(text: &str) -> Result<f32, String> {

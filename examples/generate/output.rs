@@ -11,7 +11,7 @@ use llama::{
     tokenizer::{TextStream, Tokenizer},
 };
 use paged_kv::FinishReason;
-use serde_json::{Value, json};
+use serde::Serialize;
 
 /// Text of several sequences on one terminal: the first unfinished one is shown as it grows, the others wait for
 /// their turn.
@@ -82,54 +82,104 @@ impl<'a> TextPrinter<'a> {
     }
 }
 
+/// A finished sequence, with its keys in this order.
+#[derive(Serialize)]
+struct SequenceLine<'a> {
+    prompt: u32,
+    sample: u32,
+    prompt_ids: &'a [u32],
+    token_ids: &'a [u32],
+    text: String,
+    finish: String,
+    preemptions: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    top_logits: Option<Vec<TopLogitsLine<'a>>>,
+}
+
+/// The largest logits of one position as pairs of token and logit, and a summary of all.
+#[derive(Serialize)]
+struct TopLogitsLine<'a> {
+    top: &'a [(u32, f32)],
+    logsumexp: f64,
+    mean: f64,
+}
+
+impl<'a> TopLogitsLine<'a> {
+    fn of(row: &'a TopLogits) -> Self {
+        Self { top: &row.top, logsumexp: row.logsumexp, mean: row.mean }
+    }
+}
+
+#[derive(Serialize)]
+struct StatsLine<'a> {
+    stats: Stats<'a>,
+}
+
+#[derive(Serialize)]
+struct Stats<'a> {
+    adapter: &'a str,
+    blocks_total: u32,
+    blocks_peak: u32,
+    blocks_shared_peak: u32,
+    block_copies: u64,
+    preemptions: u64,
+    recomputed_tokens: u64,
+    steps: u64,
+    prompt_tokens: u64,
+    generated_tokens: u64,
+    seconds: f64,
+    tokens_per_s: f64,
+    waste_tokens_peak: u64,
+}
+
 /// One finished sequence as a line of JSON.
 pub(crate) fn outcome_json(
     outcome: &Outcome,
     prompt_ids: &[u32],
     tokenizer: Option<&Tokenizer>,
     with_top_logits: bool,
-) -> Value {
+) -> String {
     let mut shown = outcome.tokens.as_slice();
     if outcome.reason == FinishReason::Stop {
         shown = shown.split_last().map_or(shown, |(_, before)| before);
     }
-    let mut object = json!({
-        "prompt": outcome.prompt,
-        "sample": outcome.sample,
-        "prompt_ids": prompt_ids,
-        "token_ids": outcome.tokens,
-        "text": tokenizer.map(|tokenizer| tokenizer.decode(shown)).unwrap_or_default(),
-        "finish": outcome.reason.to_string(),
-        "preemptions": outcome.preemptions,
-    });
-    if with_top_logits {
-        object["top_logits"] = outcome.top_logits.iter().map(top_logits_json).collect();
-    }
-    object
-}
-
-fn top_logits_json(row: &TopLogits) -> Value {
-    json!({ "top": row.top, "logsumexp": row.logsumexp, "mean": row.mean })
+    line(&SequenceLine {
+        prompt: outcome.prompt,
+        sample: outcome.sample,
+        prompt_ids,
+        token_ids: &outcome.tokens,
+        text: tokenizer.map(|tokenizer| tokenizer.decode(shown)).unwrap_or_default(),
+        finish: outcome.reason.to_string(),
+        preemptions: outcome.preemptions,
+        top_logits: with_top_logits.then(|| outcome.top_logits.iter().map(TopLogitsLine::of).collect()),
+    })
 }
 
 /// The statistics as a line of JSON.
-pub(crate) fn stats_json(stats: &SessionStats, adapter: &str) -> Value {
+pub(crate) fn stats_json(stats: &SessionStats, adapter: &str) -> String {
     let scheduler = &stats.scheduler;
-    json!({ "stats": {
-        "adapter": adapter,
-        "blocks_total": scheduler.cache.num_blocks,
-        "blocks_peak": scheduler.cache.held_blocks_peak,
-        "blocks_shared_peak": scheduler.cache.shared_blocks_peak,
-        "block_copies": scheduler.cache.block_copies,
-        "preemptions": scheduler.preemptions,
-        "recomputed_tokens": scheduler.recomputed_tokens,
-        "steps": scheduler.steps,
-        "prompt_tokens": scheduler.prompt_tokens,
-        "generated_tokens": scheduler.generated_tokens,
-        "seconds": stats.elapsed.as_secs_f64(),
-        "tokens_per_s": stats.tokens_per_s(),
-        "waste_tokens_peak": scheduler.tail_waste_tokens_peak,
-    }})
+    let cache = &scheduler.cache;
+    line(&StatsLine {
+        stats: Stats {
+            adapter,
+            blocks_total: cache.num_blocks,
+            blocks_peak: cache.held_blocks_peak,
+            blocks_shared_peak: cache.shared_blocks_peak,
+            block_copies: cache.block_copies,
+            preemptions: scheduler.preemptions,
+            recomputed_tokens: scheduler.recomputed_tokens,
+            steps: scheduler.steps,
+            prompt_tokens: scheduler.prompt_tokens,
+            generated_tokens: scheduler.generated_tokens,
+            seconds: stats.elapsed.as_secs_f64(),
+            tokens_per_s: stats.tokens_per_s(),
+            waste_tokens_peak: scheduler.tail_waste_tokens_peak,
+        },
+    })
+}
+
+fn line(object: &impl Serialize) -> String {
+    serde_json::to_string(object).expect("numbers and texts are always JSON")
 }
 
 /// The statistics for people.

@@ -123,14 +123,22 @@ pub(crate) struct CpuAttention {
 }
 
 impl CpuAttention {
-    pub(crate) fn new(model: &CpuModel, cache: CacheConfig) -> Self {
-        Self {
+    /// Makes the pool.
+    pub(crate) fn new(model: &CpuModel, cache: CacheConfig) -> Result<Self, RunError> {
+        // The twin's memory is allocated where failure ends the program, so it is asked for here first.
+        let bytes = cache.bytes_total();
+        let fits =
+            usize::try_from(bytes).is_ok_and(|bytes| Vec::<u8>::new().try_reserve_exact(bytes).is_ok());
+        if !fits {
+            return Err(RunError::PoolExceedsMemory { bytes });
+        }
+        Ok(Self {
             cache: CpuCache::new(&shape_of(model.config()), &cache),
             split: WorkSplit::default(),
             partials: Vec::new(),
             row_of_logits: Vec::new(),
             num_threads: std::thread::available_parallelism().map_or(1, NonZero::get),
-        }
+        })
     }
 
     /// As [`GpuAttention::step`].

@@ -151,7 +151,7 @@ fn refuse_variants(file: &GgufFile) -> Result<(), LoadError> {
     if let Some(_scaling) = file.value("llama.rope.scaling.type") {
         let scaling = file.string("llama.rope.scaling.type")?;
         if scaling != "none" {
-            return Err(LoadError::Unsupported { what: format!("rotations scaled as \"{scaling}\"") });
+            return Err(LoadError::Unsupported { what: format!("rotations scaled as {scaling:?}") });
         }
     }
     Ok(())

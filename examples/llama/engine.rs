@@ -2,7 +2,7 @@
 //!
 //! An [`Engine`] holds the weights and is made once per device. A [`Session`] is one pool with its scheduler; it
 //! takes prompts, runs steps, and reports tokens as they are chosen. [`Engine::run`] is a session from prompts to
-//! outcomes.
+//! outcomes, in one call.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -68,6 +68,17 @@ pub struct Prompt {
     pub forced_tokens: Vec<TokenId>,
     /// Whether the sequence is kept when it ends, for [`Session::extend`].
     pub keep: bool,
+}
+
+impl Prompt {
+    /// What a scheduler needs to know of it.
+    pub fn request(&self) -> Request {
+        Request::new(self.tokens.clone())
+            .max_new_tokens(self.max_new_tokens)
+            .samples(self.samples)
+            .stop_tokens(&self.stop_tokens)
+            .keep(self.keep)
+    }
 }
 
 /// What happened to one sample in a step.
@@ -170,7 +181,7 @@ impl Engine {
                 let attention = GpuAttention::new(model, options.cache, rows, rows.min(max_running))?;
                 Attention::Gpu(model, Box::new(attention))
             }
-            Model::Cpu(model) => Attention::Cpu(model, Box::new(CpuAttention::new(model, options.cache))),
+            Model::Cpu(model) => Attention::Cpu(model, Box::new(CpuAttention::new(model, options.cache)?)),
         };
         Ok(Session {
             attention,
@@ -183,32 +194,18 @@ impl Engine {
         })
     }
 
-    /// Runs `prompts` to their ends; `on_event` sees every token as it is chosen. Outcomes come by prompt and sample.
+    /// Runs `prompts` to their ends in a session of their own; see [`Session::run`].
     ///
     /// # Errors
-    /// As [`session`](Self::session), [`RunError::Request`] for a prompt that can never fit, and a device's failure.
+    /// As [`session`](Self::session) and [`Session::run`].
     pub fn run(
         &mut self,
         prompts: &[Prompt],
         options: SessionOptions,
-        mut on_event: impl FnMut(&Event),
     ) -> Result<(Vec<Outcome>, SessionStats), RunError> {
         let mut session = self.session(options)?;
-        for prompt in prompts {
-            session.add(prompt)?;
-        }
-        let mut outcomes = BTreeMap::new();
-        let mut events = Vec::new();
-        while session.step(&mut events)? {
-            for event in events.drain(..) {
-                on_event(&event);
-                let (Event::Token { prompt, sample, .. } | Event::Finished { prompt, sample, .. }) = event;
-                let outcome =
-                    outcomes.entry((prompt, sample)).or_insert_with(|| Outcome::new(prompt, sample));
-                outcome.take(event);
-            }
-        }
-        Ok((outcomes.into_values().collect(), session.stats()))
+        let outcomes = session.run(prompts, |_, _| ())?;
+        Ok((outcomes, session.stats()))
     }
 }
 
@@ -220,13 +217,13 @@ impl Outcome {
     }
 
     /// Adds what an event of this sample says.
-    pub fn take(&mut self, event: Event) {
+    pub fn take(&mut self, event: &Event) {
         match event {
             Event::Token { token, top_logits, .. } => {
-                self.tokens.push(token);
-                self.top_logits.extend(top_logits);
+                self.tokens.push(*token);
+                self.top_logits.extend(top_logits.clone());
             }
-            Event::Finished { reason, preemptions, .. } => {
+            &Event::Finished { reason, preemptions, .. } => {
                 self.reason = reason;
                 self.preemptions = preemptions;
             }
@@ -259,12 +256,39 @@ struct RequestState {
 }
 
 impl Session<'_> {
+    /// Runs `prompts` to their ends. `on_event` sees every token as it is chosen, with the outcome so far of the sample
+    /// that it belongs to. The outcomes come by prompt and sample.
+    ///
+    /// # Errors
+    /// As [`add`](Self::add) and [`step`](Self::step).
+    pub fn run(
+        &mut self,
+        prompts: &[Prompt],
+        mut on_event: impl FnMut(&Event, &Outcome),
+    ) -> Result<Vec<Outcome>, RunError> {
+        for prompt in prompts {
+            self.add(prompt)?;
+        }
+        let mut outcomes = BTreeMap::new();
+        let mut events = Vec::new();
+        while self.step(&mut events)? {
+            for event in events.drain(..) {
+                let (Event::Token { prompt, sample, .. } | Event::Finished { prompt, sample, .. }) = event;
+                let outcome =
+                    outcomes.entry((prompt, sample)).or_insert_with(|| Outcome::new(prompt, sample));
+                outcome.take(&event);
+                on_event(&event, outcome);
+            }
+        }
+        Ok(outcomes.into_values().collect())
+    }
+
     /// Adds a prompt; its sequences are `id.sample(0..samples)`.
     ///
     /// # Errors
     /// [`RunError::Request`] if it can never fit.
     pub fn add(&mut self, prompt: &Prompt) -> Result<RequestId, RunError> {
-        let id = self.scheduler.add(request(prompt))?;
+        let id = self.scheduler.add(prompt.request())?;
         self.remember(id, prompt, prompt.tokens.len());
         Ok(id)
     }
@@ -275,7 +299,7 @@ impl Session<'_> {
     /// [`RunError::Request`] if the sequence is not kept, or would become too long.
     pub fn extend(&mut self, sequence: SequenceId, prompt: &Prompt) -> Result<(), RunError> {
         let before = self.scheduler.tokens(sequence).map_or(0, <[TokenId]>::len);
-        self.scheduler.extend(sequence, request(prompt))?;
+        self.scheduler.extend(sequence, prompt.request())?;
         self.remember(sequence.request(), prompt, before + prompt.tokens.len());
         Ok(())
     }
@@ -354,14 +378,6 @@ impl std::fmt::Debug for Session<'_> {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         out.debug_struct("Session").field("options", &self.options).finish_non_exhaustive()
     }
-}
-
-fn request(prompt: &Prompt) -> Request {
-    Request::new(prompt.tokens.clone())
-        .max_new_tokens(prompt.max_new_tokens)
-        .samples(prompt.samples)
-        .stop_tokens(&prompt.stop_tokens)
-        .keep(prompt.keep)
 }
 
 /// The scheduler's event in terms of prompts; it takes the logits that belong to a token out of `tops`.

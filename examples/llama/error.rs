@@ -110,11 +110,13 @@ impl fmt::Display for LoadError {
                 write!(out, "{file} is truncated: it ends within its header, after {actual_bytes} bytes")
             }
             Self::Malformed { file, source } => {
+                // The reader quotes names from the file, which may be anything.
                 let reason = source.to_string();
-                write!(out, "{file} cannot be decoded: {}", reason.lines().next().unwrap_or_default())
+                let line: String = reason.chars().take_while(|letter| !letter.is_control()).collect();
+                write!(out, "{file} cannot be decoded: {line}")
             }
             Self::Architecture { found } => {
-                write!(out, "the model's architecture is \"{found}\", only \"llama\" is supported")
+                write!(out, "the model's architecture is {found:?}, only \"llama\" is supported")
             }
             Self::MissingKey { key } => write!(out, "the model's metadata has no {key}"),
             Self::BadValue { key, expected } => write!(out, "the model's {key} is not {expected}"),
@@ -160,6 +162,11 @@ pub enum RunError {
     Attention(Box<dyn std::error::Error + Send + Sync>),
     /// A product on the CPU failed.
     Cpu(candle_core::Error),
+    /// The pool is larger than the host's memory.
+    PoolExceedsMemory {
+        /// Bytes that it takes.
+        bytes: u64,
+    },
     /// Requests wait although nothing runs.
     Stuck {
         /// What for.
@@ -170,7 +177,7 @@ pub enum RunError {
 impl RunError {
     /// Whether the user's input is to blame, rather than the device or this program.
     pub fn is_wrong_input(&self) -> bool {
-        matches!(self, Self::Load(_) | Self::Config(_) | Self::Request(_))
+        matches!(self, Self::Load(_) | Self::Config(_) | Self::Request(_) | Self::PoolExceedsMemory { .. })
     }
 }
 
@@ -183,6 +190,9 @@ impl fmt::Display for RunError {
             Self::Request(error) => error.fmt(out),
             Self::Attention(error) => error.fmt(out),
             Self::Cpu(error) => write!(out, "a product failed: {error}"),
+            Self::PoolExceedsMemory { bytes } => {
+                write!(out, "there is no memory for a pool of {bytes} bytes")
+            }
             Self::Stuck { reason } => write!(out, "nothing runs and requests wait: {reason:?}"),
         }
     }

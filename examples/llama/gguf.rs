@@ -141,7 +141,7 @@ impl GgufFile {
     pub fn check_all_taken(&self) -> Result<(), LoadError> {
         let names: BTreeSet<&String> = self.content.tensor_infos.keys().collect();
         match names.into_iter().find(|name| !self.taken.contains(*name)) {
-            Some(name) => Err(LoadError::Unsupported { what: format!("the tensor {name}") }),
+            Some(name) => Err(LoadError::Unsupported { what: format!("the tensor {}", name.escape_debug()) }),
             None => Ok(()),
         }
     }

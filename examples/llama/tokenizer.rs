@@ -58,7 +58,7 @@ impl Tokenizer {
         match file.string("tokenizer.ggml.model")? {
             "bytes" => Ok(Self::bytes(file.optional_u32("tokenizer.ggml.eos_token_id")?)),
             "gpt2" => Self::byte_level_bpe(file),
-            other => Err(LoadError::Unsupported { what: format!("a tokenizer of kind \"{other}\"") }),
+            other => Err(LoadError::Unsupported { what: format!("a tokenizer of kind {other:?}") }),
         }
     }
 
@@ -183,7 +183,7 @@ fn pre_tokenizer(name: &str) -> Result<PreTokenizerWrapper, LoadError> {
             let spell = ByteLevel::new(false, false, false);
             Ok(Sequence::new(vec![split.into(), spell.into()]).into())
         }
-        other => Err(LoadError::Unsupported { what: format!("the pre-tokenizer \"{other}\"") }),
+        other => Err(LoadError::Unsupported { what: format!("the pre-tokenizer {other:?}") }),
     }
 }
 

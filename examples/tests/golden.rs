@@ -237,7 +237,7 @@ impl Runner {
     }
 
     fn run(&mut self, prompts: &[Prompt], options: SessionOptions) -> (Vec<Outcome>, SessionStats) {
-        self.engine.run(prompts, options, |_| ()).unwrap()
+        self.engine.run(prompts, options).unwrap()
     }
 
     /// The nine prompts up to 254 tokens.

@@ -1,21 +1,50 @@
-//! Block records: reference counts, the free list, and pins.
+//! Block records: reference counts, the lists of blocks that nobody holds, and pins.
 //!
-//! A block is in exactly one state: *free* (on the free list), *held* (count of at least one), or *in transfer* (count
-//! zero, but pinned because a recorded copy still reads it; it returns to the free list when the step ends).
-//! Allocation and release are O(1). Blocks are reused in the order in which they were released, oldest first, so that a
-//! released block keeps its content as long as possible.
+//! A block is in exactly one state: *free* (on the free list), *cached* (no holder, but its content may be asked for
+//! again: on a list of its retention), *held* (count of at least one), or *in transfer* (count zero, but pinned because a
+//! recorded copy still reads it; it is shelved when the step ends). Every operation is O(1).
+//!
+//! Lists are intrusive: a block is on one at most. Free blocks are reused in the order in which they were released,
+//! oldest first, so that a released block keeps its content as long as possible; cached ones likewise, those of the
+//! lowest retention first.
 
+use crate::cache::prefix_cache::Retention;
 use crate::ids::BlockId;
-use std::collections::VecDeque;
+
+const NONE: u32 = u32::MAX;
+/// One list per retention, then the free list.
+const NUM_LISTS: usize = Retention::COUNT + 1;
+const FREE: usize = Retention::COUNT;
+/// Set in a block's flags while a copy of the outstanding step reads it.
+const PINNED: u8 = 1 << 7;
+/// Set while the prefix cache knows the block; the lower bits are its retention then.
+const CACHED: u8 = 1 << 6;
+/// Set while the block is on a list.
+const SHELVED: u8 = 1 << 5;
+const RETENTION: u8 = SHELVED - 1;
+
+#[derive(Clone, Copy, Debug)]
+struct Links {
+    older: u32,
+    newer: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct List {
+    oldest: u32,
+    newest: u32,
+    len: u32,
+}
 
 /// Counts of the pool, see [`CacheStats`](crate::CacheStats).
 #[derive(Debug)]
 pub(super) struct BlockPool {
     ref_counts: Vec<u32>,
-    pinned: Vec<bool>,
-    /// Blocks with `pinned` set, in pinning order.
+    flags: Vec<u8>,
+    links: Vec<Links>,
+    lists: [List; NUM_LISTS],
+    /// Blocks with `PINNED` set, in pinning order.
     pins: Vec<BlockId>,
-    free: VecDeque<BlockId>,
     num_held: u32,
     num_shared: u32,
     peak_held: u32,
@@ -24,24 +53,45 @@ pub(super) struct BlockPool {
 
 impl BlockPool {
     pub(super) fn new(num_blocks: u32) -> Self {
-        Self {
+        let mut pool = Self {
             ref_counts: vec![0; num_blocks as usize],
-            pinned: vec![false; num_blocks as usize],
+            flags: vec![0; num_blocks as usize],
+            links: vec![Links { older: NONE, newer: NONE }; num_blocks as usize],
+            lists: [List { oldest: NONE, newest: NONE, len: 0 }; NUM_LISTS],
             pins: Vec::new(),
-            free: (0..num_blocks).map(BlockId).collect(),
             num_held: 0,
             num_shared: 0,
             peak_held: 0,
             peak_shared: 0,
+        };
+        for block in 0..num_blocks {
+            pool.shelve(BlockId(block));
         }
+        pool
     }
 
     pub(super) fn num_blocks(&self) -> u32 {
         self.ref_counts.len() as u32
     }
 
+    /// Blocks that hold nothing anybody may ask for.
     pub(super) fn num_free(&self) -> u32 {
-        self.free.len() as u32
+        self.lists[FREE].len
+    }
+
+    /// Blocks without a holder that the prefix cache knows, pinned content apart.
+    pub(super) fn num_evictable(&self) -> u32 {
+        self.lists[..Retention::Pinned as usize].iter().map(|list| list.len).sum()
+    }
+
+    /// Blocks without a holder that are kept although others need blocks.
+    pub(super) fn num_retained(&self) -> u32 {
+        self.lists[Retention::Pinned as usize].len
+    }
+
+    /// Blocks that can be had: free ones, and cached ones that may be evicted.
+    pub(super) fn num_available(&self) -> u32 {
+        self.num_free() + self.num_evictable()
     }
 
     pub(super) fn num_held(&self) -> u32 {
@@ -53,7 +103,7 @@ impl BlockPool {
     }
 
     pub(super) fn num_in_transfer(&self) -> u32 {
-        self.num_blocks() - self.num_free() - self.num_held
+        self.num_blocks() - self.num_available() - self.num_retained() - self.num_held
     }
 
     pub(super) fn peak_held(&self) -> u32 {
@@ -69,25 +119,28 @@ impl BlockPool {
     }
 
     pub(super) fn is_pinned(&self, block: BlockId) -> bool {
-        self.pinned[block.0 as usize]
+        self.flags[block.0 as usize] & PINNED != 0
     }
 
     /// Takes the free block that was released longest ago.
     pub(super) fn allocate(&mut self) -> Option<BlockId> {
-        let block = self.free.pop_front()?;
+        let block = self.oldest(FREE)?;
         debug_assert_eq!(self.ref_count(block), 0, "{block:?} is on the free list with a holder");
-        debug_assert!(!self.is_pinned(block), "{block:?} is on the free list while a copy reads it");
+        self.unshelve(block);
         self.ref_counts[block.0 as usize] = 1;
         self.num_held += 1;
         self.peak_held = self.peak_held.max(self.num_held);
         Some(block)
     }
 
-    /// One holder more. The block is held, or pinned and just given up by its last holder.
+    /// One holder more. The block is held, or cached, or pinned and just given up by its last holder.
     pub(super) fn retain(&mut self, block: BlockId) {
-        let pinned = self.is_pinned(block);
+        let flags = self.flags[block.0 as usize];
+        if flags & SHELVED != 0 {
+            debug_assert!(flags & CACHED != 0, "{block:?} is retained while free");
+            self.unshelve(block);
+        }
         let count = &mut self.ref_counts[block.0 as usize];
-        debug_assert!(*count > 0 || pinned, "{block:?} is retained while free");
         *count += 1;
         match *count {
             1 => self.num_held += 1,
@@ -98,7 +151,7 @@ impl BlockPool {
         self.peak_shared = self.peak_shared.max(self.num_shared);
     }
 
-    /// One holder less; the last one frees the block, or leaves it in transfer while it is pinned.
+    /// One holder less; the last one shelves the block, or leaves it in transfer while it is pinned.
     ///
     /// Returns false, and changes nothing, when the block has no holder: a broken invariant.
     #[must_use]
@@ -112,8 +165,8 @@ impl BlockPool {
         match *count {
             0 => {
                 self.num_held -= 1;
-                if !self.pinned[block.0 as usize] {
-                    self.free.push_back(block);
+                if !self.is_pinned(block) {
+                    self.shelve(block);
                 }
             }
             1 => self.num_shared -= 1,
@@ -122,40 +175,133 @@ impl BlockPool {
         true
     }
 
-    /// Keeps a block off the free list until [`unpin_all`](Self::unpin_all).
+    /// Keeps a block off the lists until [`unpin_all`](Self::unpin_all).
     pub(super) fn pin(&mut self, block: BlockId) {
-        if !self.pinned[block.0 as usize] {
-            self.pinned[block.0 as usize] = true;
+        if !self.is_pinned(block) {
+            self.flags[block.0 as usize] |= PINNED;
             self.pins.push(block);
         }
     }
 
-    /// Ends all pins; blocks without a holder become free.
+    /// Ends all pins; blocks without a holder are shelved.
     pub(super) fn unpin_all(&mut self) {
-        for block in self.pins.drain(..) {
-            self.pinned[block.0 as usize] = false;
-            if self.ref_counts[block.0 as usize] == 0 {
-                self.free.push_back(block);
+        while let Some(block) = self.pins.pop() {
+            self.flags[block.0 as usize] &= !PINNED;
+            if self.ref_count(block) == 0 {
+                self.shelve(block);
             }
         }
     }
 
-    /// Panics when counts, free list and pins disagree; `expected` are the reference counts that the tables imply.
+    // What the prefix cache knows.
+
+    pub(super) fn is_cached(&self, block: BlockId) -> bool {
+        self.flags[block.0 as usize] & CACHED != 0
+    }
+
+    pub(super) fn retention(&self, block: BlockId) -> Retention {
+        Retention::from_index(self.flags[block.0 as usize] & RETENTION)
+    }
+
+    /// The prefix cache knows the block from now on; a block on a list moves to the one of its retention.
+    pub(super) fn set_cached(&mut self, block: BlockId, retention: Retention) {
+        self.reshelve(block, |flags| (flags & !RETENTION) | CACHED | retention as u8);
+    }
+
+    /// The prefix cache has forgotten the block: without a holder it is free.
+    pub(super) fn set_uncached(&mut self, block: BlockId) {
+        self.reshelve(block, |flags| flags & !(RETENTION | CACHED));
+    }
+
+    /// The block without a holder that was released longest ago, among those of one retention.
+    pub(super) fn oldest_cached(&self, retention: Retention) -> Option<BlockId> {
+        self.oldest(retention as usize)
+    }
+
+    /// The block to evict next, pinned content apart.
+    pub(super) fn oldest_evictable(&self) -> Option<BlockId> {
+        (0..Retention::Pinned as usize).find_map(|list| self.oldest(list))
+    }
+
+    // Lists.
+
+    fn oldest(&self, list: usize) -> Option<BlockId> {
+        let block = self.lists[list].oldest;
+        (block != NONE).then_some(BlockId(block))
+    }
+
+    fn list_of(&self, block: BlockId) -> usize {
+        let flags = self.flags[block.0 as usize];
+        if flags & CACHED != 0 { usize::from(flags & RETENTION) } else { FREE }
+    }
+
+    /// Puts a block without a holder at the newest end of its list.
+    fn shelve(&mut self, block: BlockId) {
+        let list = self.list_of(block);
+        let newest = std::mem::replace(&mut self.lists[list].newest, block.0);
+        self.links[block.0 as usize] = Links { older: newest, newer: NONE };
+        match newest {
+            NONE => self.lists[list].oldest = block.0,
+            newest => self.links[newest as usize].newer = block.0,
+        }
+        self.lists[list].len += 1;
+        self.flags[block.0 as usize] |= SHELVED;
+    }
+
+    fn unshelve(&mut self, block: BlockId) {
+        let list = self.list_of(block);
+        let Links { older, newer } = self.links[block.0 as usize];
+        match older {
+            NONE => self.lists[list].oldest = newer,
+            older => self.links[older as usize].newer = newer,
+        }
+        match newer {
+            NONE => self.lists[list].newest = older,
+            newer => self.links[newer as usize].older = older,
+        }
+        self.lists[list].len -= 1;
+        self.flags[block.0 as usize] &= !SHELVED;
+    }
+
+    fn reshelve(&mut self, block: BlockId, change: impl FnOnce(u8) -> u8) {
+        let shelved = self.flags[block.0 as usize] & SHELVED != 0;
+        if shelved {
+            self.unshelve(block);
+        }
+        self.flags[block.0 as usize] = change(self.flags[block.0 as usize]);
+        if shelved {
+            self.shelve(block);
+        }
+    }
+
+    /// Panics when counts, lists and pins disagree; `expected` are the reference counts that the tables imply.
     pub(super) fn assert_consistent(&self, expected: &[u32]) {
         assert_eq!(self.ref_counts, expected, "I2: reference counts differ from the number of tables");
-        let mut on_free_list = vec![false; self.ref_counts.len()];
-        for block in &self.free {
-            assert!(!on_free_list[block.0 as usize], "I1: {block:?} is on the free list twice");
-            on_free_list[block.0 as usize] = true;
+        let mut listed = vec![false; self.ref_counts.len()];
+        for (index, list) in self.lists.iter().enumerate() {
+            let (mut block, mut older, mut len) = (list.oldest, NONE, 0);
+            while block != NONE {
+                assert!(!listed[block as usize], "I1: block {block} is on a list twice");
+                listed[block as usize] = true;
+                assert_eq!(
+                    self.links[block as usize].older, older,
+                    "I1: the links of block {block} disagree"
+                );
+                assert_eq!(self.list_of(BlockId(block)), index, "I1: block {block} is on a wrong list");
+                (older, block) = (block, self.links[block as usize].newer);
+                len += 1;
+            }
+            assert_eq!((len, older), (list.len, list.newest), "I1: a list is miscounted");
         }
         let mut in_transfer = 0;
         for (index, &count) in self.ref_counts.iter().enumerate() {
-            let fenced = count == 0 && self.pinned[index];
+            let fenced = count == 0 && self.is_pinned(BlockId(index as u32));
             in_transfer += u32::from(fenced);
+            assert_eq!(listed[index], count == 0 && !fenced, "I1: block {index} is in two states or none");
             assert_eq!(
-                on_free_list[index],
-                count == 0 && !fenced,
-                "I1: block {index} is in two states or none"
+                listed[index],
+                self.flags[index] & SHELVED != 0,
+                "I1: block {index} is marked as on a list, or is not"
             );
         }
         let held = self.ref_counts.iter().filter(|&&count| count > 0).count() as u32;
@@ -165,9 +311,9 @@ impl BlockPool {
         assert_eq!(
             self.num_in_transfer(),
             in_transfer,
-            "I1: free, held and in transfer do not sum to the pool"
+            "I1: free, cached, held and in transfer do not sum to the pool"
         );
-        let pins = self.pinned.iter().filter(|&&pinned| pinned).count();
+        let pins = self.flags.iter().filter(|&&flags| flags & PINNED != 0).count();
         assert_eq!(self.pins.len(), pins, "I5: pinned blocks are miscounted");
     }
 }

@@ -1,7 +1,8 @@
 //! [`KvCache`]: who holds which block. The only door to pool and tables, which it keeps in step.
 //!
-//! It owns reference counts, block tables and their lengths, copy-on-write, and the undo of a step that was planned but
-//! not committed. It knows nothing of tokens, requests, time, or what is in a block.
+//! It owns reference counts, block tables and their lengths, copy-on-write, and the prefix cache, the swap ledger,
+//! and the undo of a step that was planned but not committed. It knows nothing of requests and policy, of tokens only
+//! that equal ones in a row mean equal content, and of time only the number of steps.
 //!
 //! # A step
 //! Growth happens only inside a step: [`begin_step`](crate::StepBuilder::new) → growth → commit or rollback. Every change
@@ -17,15 +18,26 @@
 
 mod block_pool;
 mod block_table;
+mod consistency;
+mod host_pool;
+mod prefix_cache;
+mod sharing;
 mod stats;
+mod step;
+mod swap;
 
 use crate::config::CacheConfig;
 use crate::error::CacheError;
 use crate::ids::{BlockId, StepId, TableId};
 use block_pool::BlockPool;
 use block_table::BlockTable;
+use host_pool::HostPool;
+use prefix_cache::PrefixCache;
+pub(crate) use prefix_cache::{Keep, PrefixMatch};
+pub use prefix_cache::{MissReason, Namespace, Retention};
 pub use stats::CacheStats;
 use std::sync::atomic::{AtomicU64, Ordering};
+use step::Undo;
 
 /// One block copied into another, all layers: a copy-on-write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,23 +57,6 @@ pub struct BlockSwap {
     pub block: u32,
     /// Block of the host pool, `0..host_blocks`.
     pub host_slot: u32,
-}
-
-/// One change of the outstanding step, with what undoes it. Entries of tables released since are skipped.
-#[derive(Clone, Copy, Debug)]
-enum Undo {
-    /// `len` tokens were in the table: those in `source` must outlive the step.
-    Copied {
-        table: TableId,
-        entry: u32,
-        source: BlockId,
-        len: u32,
-    },
-    Grown {
-        table: TableId,
-        num_blocks: u32,
-        len: u32,
-    },
 }
 
 /// Reference-counted blocks behind per-sequence block tables.
@@ -93,14 +88,25 @@ pub struct KvCache {
     config: CacheConfig,
     instance: u64,
     pool: BlockPool,
+    prefix: Option<PrefixCache>,
+    max_cached_blocks: u32,
+    reserved: u32,
+    host: Option<HostPool>,
     tables: Vec<BlockTable>,
     free_rows: Vec<u32>,
     journal: Vec<Undo>,
     step_tables: Vec<TableId>,
+    step_outs: Vec<BlockSwap>,
+    step_ins: Vec<BlockSwap>,
     step_copies: Vec<BlockCopy>,
     last_step: StepId,
     outstanding: bool,
     block_copies: u64,
+    swapped_out: u64,
+    swapped_in: u64,
+    evictions: u64,
+    /// Tables whose return failed after their step was committed.
+    broken_tables: Vec<TableId>,
     poisoned: Option<&'static str>,
 }
 
@@ -115,12 +121,22 @@ impl KvCache {
             pool: BlockPool::new(config.num_blocks()),
             tables: (0..max_sequences).map(|_| BlockTable::default()).collect(),
             free_rows: (0..max_sequences).rev().collect(),
+            prefix: None,
+            max_cached_blocks: 0,
+            reserved: 0,
+            host: (config.host_blocks() > 0).then(|| HostPool::new(config.host_blocks())),
             journal: Vec::new(),
             step_tables: Vec::new(),
+            step_outs: Vec::new(),
+            step_ins: Vec::new(),
             step_copies: Vec::new(),
             last_step: StepId(0),
             outstanding: false,
             block_copies: 0,
+            swapped_out: 0,
+            swapped_in: 0,
+            evictions: 0,
+            broken_tables: Vec::new(),
             poisoned: None,
         }
     }
@@ -172,12 +188,24 @@ impl KvCache {
         }
         let child = self.create(max_tokens.max(at))?;
         let shared = self.config.layout().blocks_for(at) as usize;
-        for entry in 0..shared {
-            let block = self.tables[parent.row as usize].blocks[entry];
+        let (parent, child_row) = (parent.row as usize, child.row as usize);
+        let on_device = shared.min(self.tables[parent].blocks.len());
+        for entry in 0..on_device {
+            let block = self.tables[parent].blocks[entry];
             self.pool.retain(block);
-            self.tables[child.row as usize].blocks.push(block);
+            self.tables[child_row].blocks.push(block);
         }
-        self.tables[child.row as usize].len = at;
+        for entry in 0..shared - on_device {
+            let slot = self.tables[parent].host[entry];
+            self.tables[child_row].host.push_back(slot);
+            if let Some(host) = &mut self.host {
+                host.retain(slot);
+            }
+        }
+        let registered = self.tables[parent].registered.min(on_device as u32);
+        let borrowed = self.tables[parent].borrowed.filter(|&entry| (entry as usize) < on_device);
+        let child_table = &mut self.tables[child_row];
+        (child_table.len, child_table.registered, child_table.borrowed) = (at, registered, borrowed);
         Ok(child)
     }
 
@@ -216,24 +244,48 @@ impl KvCache {
         self.live(table)?;
         let max_blocks = self.config.layout().blocks_for(max_tokens.min(self.config.max_sequence_tokens()));
         let table = &mut self.tables[table.row as usize];
-        table.max_blocks = max_blocks.max(table.blocks.len() as u32);
+        table.max_blocks = max_blocks.max(table.num_blocks());
         table.blocks.reserve((table.max_blocks as usize).saturating_sub(table.blocks.len()));
         Ok(())
     }
 
     /// Releases the blocks from `num_blocks` on, the last first.
     fn shrink(&mut self, table: TableId, num_blocks: u32) {
-        let table = &mut self.tables[table.row as usize];
-        let mut sound = true;
-        while table.blocks.len() > num_blocks as usize {
-            if let Some(block) = table.blocks.pop() {
-                sound &= self.pool.release(block);
+        let row = table.row as usize;
+        while self.tables[row].num_blocks() > num_blocks {
+            if let Some(slot) = self.tables[row].host.pop_back() {
+                self.release_slot(slot);
+            } else if let Some(block) = self.tables[row].blocks.pop() {
+                self.release_block(block);
             }
         }
-        table.mark_dirty(num_blocks as usize);
-        if !sound {
+        self.tables[row].mark_replaced(num_blocks as usize);
+        self.trim_cached();
+    }
+
+    /// A table lets go of a block. The only way to release one.
+    fn release_block(&mut self, block: BlockId) {
+        if !self.pool.release(block) {
             self.poison("a block was released twice");
         }
+        let now = self.now();
+        if let Some(prefix) = self.prefix.as_mut().filter(|prefix| prefix.is_registered(block)) {
+            prefix.touch(block, now);
+        }
+    }
+
+    /// Takes a block for a table: a free one, or the one whose content is cached and was not used for longest.
+    fn take_block(&mut self) -> Option<BlockId> {
+        if self.pool.num_free() == 0 {
+            let oldest = self.pool.oldest_evictable()?;
+            self.evict(oldest);
+        }
+        self.pool.allocate()
+    }
+
+    /// Steps so far, modulo 2^32: the prefix cache's time.
+    fn now(&self) -> u32 {
+        self.last_step.0 as u32
     }
 
     /// Tokens in a table, those of the outstanding step included.
@@ -244,7 +296,7 @@ impl KvCache {
         Ok(self.live(table)?.len)
     }
 
-    /// The table's blocks, in order.
+    /// The table's blocks, in order, as far as they are in the pool: those that are swapped out follow them.
     ///
     /// # Errors
     /// [`CacheError::UnknownTable`] when it was released.
@@ -257,185 +309,14 @@ impl KvCache {
         self.pool.ref_count(block)
     }
 
-    /// Blocks that can be allocated now.
+    /// Blocks that can be allocated now: free ones, and cached ones that may be evicted.
     pub fn free_blocks(&self) -> u32 {
-        self.pool.num_free()
+        self.pool.num_available()
     }
 
     /// Tables that can be opened now.
     pub fn free_tables(&self) -> u32 {
         self.free_rows.len() as u32
-    }
-
-    /// Free blocks that `num_tokens` more tokens in `table` would take, and `lookahead` beyond them (capped at what the
-    /// table may grow to): new blocks, and one for the copy of a shared last block.
-    ///
-    /// # Errors
-    /// [`CacheError::UnknownTable`] when it was released.
-    pub fn blocks_needed(&self, table: TableId, num_tokens: u32, lookahead: u32) -> Result<u32, CacheError> {
-        let table = self.live(table)?;
-        Ok(self.target_blocks(table, num_tokens, lookahead).saturating_sub(table.blocks.len() as u32)
-            + u32::from(num_tokens > 0 && self.shared_tail(table).is_some()))
-    }
-
-    fn target_blocks(&self, table: &BlockTable, num_tokens: u32, lookahead: u32) -> u32 {
-        let layout = self.config.layout();
-        let len = table.len.saturating_add(num_tokens);
-        let written = layout.blocks_for(len);
-        let ahead = layout.blocks_for(len.saturating_add(lookahead));
-        written.max(ahead.min(table.max_blocks))
-    }
-
-    /// The entry of the block that the next token is written into, when that block is not this table's to write: others
-    /// hold it too, or would after a rollback and have more tokens in it.
-    fn shared_tail(&self, table: &BlockTable) -> Option<u32> {
-        let block_size = self.config.block_size();
-        if table.len.is_multiple_of(block_size) {
-            return None;
-        }
-        let entry = table.len / block_size;
-        let block = table.blocks[entry as usize];
-        (self.pool.ref_count(block) > 1 || self.is_left_longer(block, table.len)).then_some(entry)
-    }
-
-    /// Whether a table with more than `len` tokens left `block` by a copy of the outstanding step.
-    fn is_left_longer(&self, block: BlockId, len: u32) -> bool {
-        self.pool.is_pinned(block)
-            && self.journal.iter().any(|undo| {
-                matches!(*undo, Undo::Copied { source, len: left, .. } if source == block && left > len)
-            })
-    }
-
-    /// The partly filled last block of a table, when others hold it too.
-    pub(crate) fn shared_tail_block(&self, table: TableId) -> Option<BlockId> {
-        let table = self.live(table).ok()?;
-        self.shared_tail(table).map(|entry| table.blocks[entry as usize])
-    }
-
-    /// Whether a copy of the outstanding step still reads `block`.
-    pub(crate) fn is_pinned(&self, block: BlockId) -> bool {
-        self.pool.is_pinned(block)
-    }
-
-    // The outstanding step.
-
-    /// Starts a step; one that is outstanding is rolled back first.
-    pub(crate) fn begin_step(&mut self) -> StepId {
-        self.rollback_step();
-        self.last_step = StepId(self.last_step.0 + 1);
-        self.outstanding = true;
-        self.last_step
-    }
-
-    /// Makes room for `num_tokens` more tokens and `lookahead` beyond them, and counts the tokens in. All or nothing.
-    pub(crate) fn grow(&mut self, table: TableId, num_tokens: u32, lookahead: u32) -> Result<(), CacheError> {
-        debug_assert!(self.outstanding, "a table grows only inside a step");
-        let before = self.idle(table)?;
-        let (len, num_blocks) = (before.len, before.blocks.len() as u32);
-        if self.config.layout().blocks_for(len.saturating_add(num_tokens)) > before.max_blocks {
-            let max_tokens = before.max_blocks * self.config.block_size();
-            return Err(CacheError::ExceedsTable { tokens: len.saturating_add(num_tokens), max_tokens });
-        }
-        let needed = self.blocks_needed(table, num_tokens, lookahead)?;
-        let available = self.pool.num_free();
-        if needed > available {
-            return Err(CacheError::NoFreeBlocks { needed, available });
-        }
-        if num_tokens > 0 {
-            self.copy_on_write(table);
-        }
-        let row = &self.tables[table.row as usize];
-        for _ in num_blocks..self.target_blocks(row, num_tokens, lookahead) {
-            let Some(block) = self.pool.allocate() else {
-                self.poison("the free list is shorter than its count");
-                break;
-            };
-            self.tables[table.row as usize].blocks.push(block);
-        }
-        self.journal.push(Undo::Grown { table, num_blocks, len });
-        let row = &mut self.tables[table.row as usize];
-        row.len += num_tokens;
-        row.in_step = true;
-        self.step_tables.push(table);
-        Ok(())
-    }
-
-    fn copy_on_write(&mut self, table: TableId) {
-        let Some(entry) = self.shared_tail(&self.tables[table.row as usize]) else { return };
-        let row = &self.tables[table.row as usize];
-        let (source, len) = (row.blocks[entry as usize], row.len);
-        let Some(destination) = self.pool.allocate() else {
-            self.poison("the free list is shorter than its count");
-            return;
-        };
-        self.pool.pin(source);
-        if !self.pool.release(source) {
-            self.poison("the source of a copy has no holder");
-        }
-        self.tables[table.row as usize].blocks[entry as usize] = destination;
-        self.tables[table.row as usize].mark_dirty(entry as usize);
-        self.step_copies.push(BlockCopy { source: source.0, destination: destination.0 });
-        self.journal.push(Undo::Copied { table, entry, source, len });
-    }
-
-    /// Copies that the outstanding step has asked for.
-    pub(crate) fn step_copies(&self) -> &[BlockCopy] {
-        &self.step_copies
-    }
-
-    /// Entries that the device may not have: from this one to the end.
-    pub(crate) fn dirty_from(&self, table: TableId) -> u32 {
-        self.tables[table.row as usize].dirty_from
-    }
-
-    /// Whether `step` is the one outstanding.
-    pub(crate) fn is_outstanding(&self, step: StepId) -> bool {
-        self.outstanding && self.last_step == step
-    }
-
-    /// Accepts the outstanding step: its growth stands, and the device has its tables.
-    pub(crate) fn finish_step(&mut self) {
-        for table in self.step_tables.drain(..) {
-            let row = &mut self.tables[table.row as usize];
-            if row.live && row.generation == table.generation {
-                row.in_step = false;
-                row.dirty_from = row.blocks.len() as u32;
-            }
-        }
-        self.block_copies += self.step_copies.len() as u64;
-        self.end_step();
-    }
-
-    /// Undoes the outstanding step, if there is one (I12).
-    pub(crate) fn rollback_step(&mut self) {
-        while let Some(undo) = self.journal.pop() {
-            match undo {
-                Undo::Copied { table, entry, source, .. } if self.live(table).is_ok() => {
-                    self.pool.retain(source);
-                    let row = &mut self.tables[table.row as usize];
-                    let copy = std::mem::replace(&mut row.blocks[entry as usize], source);
-                    if !self.pool.release(copy) {
-                        self.poison("the copy of a block was released twice");
-                    }
-                }
-                Undo::Grown { table, num_blocks, len } if self.live(table).is_ok() => {
-                    self.shrink(table, num_blocks);
-                    let row = &mut self.tables[table.row as usize];
-                    row.len = len;
-                    row.in_step = false;
-                }
-                _ => {}
-            }
-        }
-        self.step_tables.clear();
-        self.end_step();
-    }
-
-    fn end_step(&mut self) {
-        self.journal.clear();
-        self.step_copies.clear();
-        self.pool.unpin_all();
-        self.outstanding = false;
     }
 
     fn live(&self, table: TableId) -> Result<&BlockTable, CacheError> {
@@ -463,7 +344,7 @@ impl KvCache {
             Some(what) => Err(CacheError::Poisoned {
                 what,
                 num_blocks: self.pool.num_blocks(),
-                free: self.pool.num_free(),
+                free: self.pool.num_available(),
                 held: self.pool.num_held(),
             }),
             None => Ok(()),
@@ -480,64 +361,33 @@ impl KvCache {
         let mut stats = CacheStats {
             num_blocks: self.pool.num_blocks(),
             free_blocks: self.pool.num_free(),
+            cached_blocks: self.pool.num_evictable() + self.pool.num_retained(),
+            pinned_blocks: self.pool.num_retained(),
             held_blocks: self.pool.num_held(),
             shared_blocks: self.pool.num_shared(),
             in_transfer_blocks: self.pool.num_in_transfer(),
             held_blocks_peak: self.pool.peak_held(),
             shared_blocks_peak: self.pool.peak_shared(),
             block_copies: self.block_copies,
+            blocks_swapped_out: self.swapped_out,
+            blocks_swapped_in: self.swapped_in,
+            evictions: self.evictions,
             ..CacheStats::default()
         };
+        if let Some(host) = &self.host {
+            stats.host_blocks = host.num_slots();
+            stats.host_free_blocks = host.num_free();
+            stats.host_in_transfer_blocks = host.num_in_transfer();
+        }
         for table in self.tables.iter().filter(|table| table.live) {
-            let used = layout.blocks_for(table.len);
+            let on_device = table.len.min(table.blocks.len() as u32 * layout.block_size);
+            let used = layout.blocks_for(on_device);
             stats.num_tables += 1;
-            stats.tokens += u64::from(table.len);
-            stats.tail_waste_tokens += u64::from(used) * block_size - u64::from(table.len);
+            stats.tokens += u64::from(on_device);
+            stats.host_tokens += u64::from(table.len - on_device);
+            stats.tail_waste_tokens += u64::from(used) * block_size - u64::from(on_device);
             stats.lookahead_tokens += u64::from(table.blocks.len() as u32 - used) * block_size;
         }
         stats
-    }
-
-    /// Panics with the invariant's number when pool and tables disagree. For tests: O(blocks + table entries).
-    pub fn assert_consistent(&self) {
-        let mut counts = vec![0; self.config.num_blocks() as usize];
-        let layout = self.config.layout();
-        for (row, table) in self.tables.iter().enumerate() {
-            assert_eq!(
-                !table.live,
-                self.free_rows.contains(&(row as u32)),
-                "table row {row} is free and live, or neither"
-            );
-            assert!(table.live || table.blocks.is_empty(), "I1: released table {row} holds blocks");
-            let used = layout.blocks_for(table.len);
-            assert!(
-                !table.live || used as usize <= table.blocks.len(),
-                "I4: table {row} is longer than its blocks"
-            );
-            assert!(
-                table.blocks.len() as u32 <= table.max_blocks,
-                "I10: table {row} outgrew its declared maximum"
-            );
-            assert!(
-                table.dirty_from as usize <= table.blocks.len(),
-                "table {row} has unsent entries beyond its end"
-            );
-            let mut own = table.blocks.clone();
-            own.sort_unstable();
-            assert!(own.windows(2).all(|pair| pair[0] != pair[1]), "I1: table {row} lists a block twice");
-            for block in &table.blocks {
-                counts[block.0 as usize] += 1;
-            }
-            for &block in &table.blocks[used as usize * usize::from(table.live)..] {
-                assert_eq!(self.pool.ref_count(block), 1, "I3: a block reserved ahead is shared");
-            }
-        }
-        self.pool.assert_consistent(&counts);
-        assert!(self.outstanding || self.journal.is_empty(), "I12: a journal without a step");
-        assert!(
-            self.outstanding || self.pool.num_in_transfer() == 0,
-            "I5: a block is in transfer without a step"
-        );
-        assert_eq!(self.poisoned, None, "the cache is poisoned");
     }
 }

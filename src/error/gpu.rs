@@ -182,8 +182,9 @@ impl fmt::Display for BindError {
 
 impl Error for BindError {}
 
-/// Why a plan cannot be prepared. Except for [`StepsInFlight`](Self::StepsInFlight), which passes, each one means that
-/// the plan and the attention object do not belong together, or that the plan is broken.
+/// Why a plan cannot be prepared. [`StepsInFlight`](Self::StepsInFlight) and
+/// [`TransfersInFlight`](Self::TransfersInFlight) pass, memory may be had later; each other one means that the plan and
+/// the attention object do not belong together, or that the plan is broken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PrepareError {
@@ -307,6 +308,41 @@ pub enum PrepareError {
         /// The block.
         block: u32,
     },
+    /// A slot of the host pool does not exist.
+    HostSlotOutOfRange {
+        /// The slot.
+        host_slot: u32,
+        /// Blocks in the host pool.
+        host_blocks: u32,
+    },
+    /// A block leaves for the host pool twice, or is brought back twice.
+    SwapTwice {
+        /// The block.
+        block: u32,
+    },
+    /// Two blocks go to one slot of the host pool, or come from one.
+    HostSlotTwice {
+        /// The slot.
+        host_slot: u32,
+    },
+    /// A slot of the host pool is to give a block back and to take another one.
+    HostSlotConflict {
+        /// The slot.
+        host_slot: u32,
+    },
+    /// A block is to be brought back from a slot of the host pool that holds none.
+    HostSlotEmpty {
+        /// The slot.
+        host_slot: u32,
+    },
+    /// A block is to be brought back before it has arrived in the host pool, as
+    /// [`poll_transfers`](crate::PagedAttention::poll_transfers) reports it.
+    HostSlotAwaited {
+        /// The slot.
+        host_slot: u32,
+        /// The step whose block the slot is waiting for.
+        step: u64,
+    },
     /// A fixed-span step needs more partial results than the scratch buffer holds.
     ScratchTooSmall {
         /// Partial results needed.
@@ -326,6 +362,19 @@ pub enum PrepareError {
     StepsInFlight {
         /// Most steps that may be in flight.
         max: u32,
+    },
+    /// As many steps that swap blocks are on their way as the library keeps apart. Submit them, poll the device, and
+    /// collect them with [`poll_transfers`](crate::PagedAttention::poll_transfers).
+    TransfersInFlight {
+        /// Most steps that may be on their way.
+        max: u32,
+    },
+    /// The device has no memory for a staging buffer of the step's swaps, or is lost.
+    StagingOutOfMemory {
+        /// Bytes asked for.
+        asked_bytes: u64,
+        /// Bytes of the staging buffers of that kind that there are.
+        held_bytes: u64,
     },
     /// The device has no memory for the step's metadata.
     OutOfMemory {
@@ -388,6 +437,22 @@ impl fmt::Display for PrepareError {
             Self::CopyDestinationTwice { block } => {
                 write!(f, "block {block} is the destination of two copies")
             }
+            Self::HostSlotOutOfRange { host_slot, host_blocks } => {
+                write!(f, "slot {host_slot} of the host pool does not exist, there are {host_blocks}")
+            }
+            Self::SwapTwice { block } => write!(f, "block {block} is swapped twice in one direction"),
+            Self::HostSlotTwice { host_slot } => {
+                write!(f, "slot {host_slot} of the host pool is used twice in one direction")
+            }
+            Self::HostSlotConflict { host_slot } => {
+                write!(f, "slot {host_slot} of the host pool is to give a block and to take another one")
+            }
+            Self::HostSlotEmpty { host_slot } => {
+                write!(f, "slot {host_slot} of the host pool holds no block to bring back")
+            }
+            Self::HostSlotAwaited { host_slot, step } => {
+                write!(f, "the block of step {step} has not arrived in slot {host_slot} of the host pool")
+            }
             Self::ScratchTooSmall { needed, available } => {
                 write!(f, "the step has {needed} partial results, the scratch buffer holds {available}")
             }
@@ -400,6 +465,13 @@ impl fmt::Display for PrepareError {
             Self::StepsInFlight { max } => {
                 write!(f, "{max} steps are in flight: submit them, and poll the device")
             }
+            Self::TransfersInFlight { max } => {
+                write!(f, "the swaps of {max} steps are on their way: submit, poll the device, collect them")
+            }
+            Self::StagingOutOfMemory { asked_bytes, held_bytes } => write!(
+                f,
+                "no device memory for {asked_bytes} bytes of staging, besides {held_bytes} bytes that are held"
+            ),
             Self::OutOfMemory { asked_bytes } => {
                 write!(f, "no device memory for {asked_bytes} bytes of step metadata")
             }

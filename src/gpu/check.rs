@@ -12,6 +12,7 @@ pub(super) struct PlanChecker {
     num_blocks: u32,
     block_size: u32,
     num_slots: u32,
+    host_blocks: u32,
     max_sequences: u32,
     table_entries: u32,
     max_sequence_tokens: u32,
@@ -22,7 +23,7 @@ pub(super) struct PlanChecker {
     known_entries: Vec<u32>,
     /// `known_entries` as the plan at hand will leave it.
     planned_entries: Vec<u32>,
-    /// Sorted slots, then sorted destinations of copies.
+    /// Sorted slots, then sorted destinations of copies, then sorted blocks and host slots.
     sorted: Vec<u32>,
 }
 
@@ -35,6 +36,7 @@ impl PlanChecker {
             block_size: cache.block_size(),
             // A cache has fewer than 2^32 - 1 slots.
             num_slots: cache.num_blocks() * cache.block_size(),
+            host_blocks: cache.host_blocks(),
             max_sequences: cache.max_sequences(),
             table_entries: cache.table_entries(),
             max_sequence_tokens: cache.max_sequence_tokens(),
@@ -53,7 +55,8 @@ impl PlanChecker {
         self.check_tables(plan)?;
         self.check_sequences(plan)?;
         self.check_slots(plan)?;
-        self.check_copies(plan)
+        self.check_copies(plan)?;
+        self.check_swaps(plan)
     }
 
     /// Takes note that `plan`, which was checked, is prepared: later ones must be newer and of the same cache.
@@ -184,9 +187,8 @@ impl PlanChecker {
             }
             self.sorted.push(slot);
         }
-        self.sorted.sort_unstable();
-        match self.sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-            Some(pair) => Err(PrepareError::SlotTwice { slot: pair[0] }),
+        match twice(&mut self.sorted) {
+            Some(slot) => Err(PrepareError::SlotTwice { slot }),
             None => Ok(()),
         }
     }
@@ -201,9 +203,8 @@ impl PlanChecker {
                 self.sorted.push(copy.destination);
             }
         }
-        self.sorted.sort_unstable();
-        if let Some(pair) = self.sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(PrepareError::CopyDestinationTwice { block: pair[0] });
+        if let Some(block) = twice(&mut self.sorted) {
+            return Err(PrepareError::CopyDestinationTwice { block });
         }
         // A self-copy is a no-op: its block may be the source of others, and even the destination of one.
         for copy in plan.block_copies().iter().filter(|copy| copy.source != copy.destination) {
@@ -213,6 +214,45 @@ impl PlanChecker {
         }
         Ok(())
     }
+
+    /// A block that leaves may have any other part in the step, for all others come later. What a slot holds is known to
+    /// the host pool alone.
+    fn check_swaps(&mut self, plan: &StepPlan) -> Result<(), PrepareError> {
+        self.check_moves(plan.swap_outs().iter().map(|swap| (swap.block, swap.host_slot)))?;
+        self.check_moves(plan.swap_ins().iter().map(|swap| (swap.block, swap.host_slot)))?;
+        // Sorted now: the slots that blocks return from.
+        match plan.swap_outs().iter().find(|swap| self.sorted.binary_search(&swap.host_slot).is_ok()) {
+            Some(swap) => Err(PrepareError::HostSlotConflict { host_slot: swap.host_slot }),
+            None => Ok(()),
+        }
+    }
+
+    /// Checks blocks and host slots that are swapped in one direction. Leaves the slots in `sorted`.
+    fn check_moves(&mut self, moves: impl Iterator<Item = (u32, u32)> + Clone) -> Result<(), PrepareError> {
+        self.sorted.clear();
+        for (block, host_slot) in moves.clone() {
+            self.check_block(block)?;
+            if host_slot >= self.host_blocks {
+                return Err(PrepareError::HostSlotOutOfRange { host_slot, host_blocks: self.host_blocks });
+            }
+            self.sorted.push(block);
+        }
+        if let Some(block) = twice(&mut self.sorted) {
+            return Err(PrepareError::SwapTwice { block });
+        }
+        self.sorted.clear();
+        self.sorted.extend(moves.map(|(_, host_slot)| host_slot));
+        match twice(&mut self.sorted) {
+            Some(host_slot) => Err(PrepareError::HostSlotTwice { host_slot }),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Sorts `numbers`; one that occurs twice.
+fn twice(numbers: &mut [u32]) -> Option<u32> {
+    numbers.sort_unstable();
+    numbers.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0])
 }
 
 fn check_lengths(plan: &StepPlan) -> Result<(), PrepareError> {

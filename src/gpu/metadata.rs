@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! slot: │ header │ (headers of further dispatches) │ token_ids │ positions │ slots │ query_starts │ context_lens │
-//!       │ table_rows │ decode items │ prefill items │ merge items │ block copies │ changed entries │
+//!       │ table_rows │ decode items │ prefill items │ merge items │ block copies │ changed entries │ stamp │
 //! ```
 //!
 //! A slot is leased to a step until every submission that reads it has completed: the step holds a clone of the lease,
@@ -38,6 +38,8 @@ pub(super) struct StepRecord {
     pub(super) changed_entries: u32,
     /// Copies of a block into another one: self-copies are left out.
     pub(super) num_block_copies: u32,
+    /// Where the low word of the step's number is, in a step that swaps blocks.
+    pub(super) stamp: u32,
 }
 
 /// Buffer, bind group and lease of one step in flight.
@@ -193,8 +195,14 @@ fn count_words(plan: &StepPlan, split: &WorkSplit, header_words: u32) -> u64 {
         + 2 * u64::from(plan.num_sequences())
         + 4 * (split.decode_items.len() + split.prefill_items.len() + split.merge_items.len()) as u64
         + 2 * plan.block_copies().len() as u64
-        + plan.changed_entries().len() as u64;
+        + plan.changed_entries().len() as u64
+        + u64::from(has_swaps(plan));
     headers_end(split, header_words) + arrays
+}
+
+/// Whether the plan moves blocks to or from the host pool.
+pub(super) fn has_swaps(plan: &StepPlan) -> bool {
+    !plan.swap_outs().is_empty() || !plan.swap_ins().is_empty()
 }
 
 fn pack(
@@ -248,6 +256,7 @@ fn pack(
     let block_copies = append(&mut copies.clone().flat_map(|copy| [copy.source, copy.destination]));
     record.num_block_copies = copies.count() as u32;
     record.changed_entries = append(&mut plan.changed_entries().iter().copied());
+    record.stamp = append(&mut has_swaps(plan).then_some(plan.step().raw() as u32).into_iter());
     record.params = StepParams { block_copies, num_block_copies: record.num_block_copies, ..params };
     record.table_changes.clear();
     record.table_changes.extend_from_slice(plan.table_changes());

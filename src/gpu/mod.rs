@@ -7,12 +7,17 @@
 //! 3. [`record_block_copies`](PagedAttention::record_block_copies) in a compute pass;
 //! 4. [`record_layer`](PagedAttention::record_layer) for each layer in order, between the application's own dispatches.
 //!
-//! Nothing here submits, polls, maps or blocks. The library asks wgpu for one thing that outlives a call: to be told
-//! when a submission has completed, so that it knows when a step's metadata may be overwritten.
+//! A plan that swaps blocks has one call more: [`poll_transfers`](PagedAttention::poll_transfers), once per step or
+//! frame, after the application has polled its device. It collects the bytes that have arrived.
+//!
+//! Nothing here submits, polls or blocks. The library asks wgpu for two things that outlive a call: to be told when a
+//! submission has completed, so that it knows when a step's metadata may be overwritten; and, only for a plan that swaps
+//! blocks, to map its own staging buffers when that submission has completed.
 
 mod capabilities;
 mod check;
 mod groups;
+mod host_pool;
 mod memory;
 mod metadata;
 mod options;
@@ -22,8 +27,10 @@ mod record;
 mod scope;
 mod setup;
 mod shader;
+mod staging;
 mod stats;
 mod tensors;
+mod transfers;
 
 pub use capabilities::{recommended_features, recommended_limits};
 pub use options::AttentionOptions;
@@ -33,7 +40,7 @@ pub use tensors::{BoundTensors, LayerTensors, TensorSlice};
 
 use crate::config::{ArenaLayout, CacheConfig, ModelShape};
 use crate::error::{BindError, DeviceError, PrepareError};
-use crate::schedule::{SplitConfig, StepPlan, WorkSplit};
+use crate::schedule::{SplitConfig, StepPlan, TransferReport, WorkSplit};
 use capabilities::Capabilities;
 use check::PlanChecker;
 use groups::ArenaGroups;
@@ -46,6 +53,7 @@ use setup::{HeadTiles, check_shape, layer_params, partial_bytes, split_config, v
 use shader::Kernel;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tensors::Binder;
+use transfers::Transfers;
 use wgpu::CommandEncoder;
 
 /// The texts of all shaders and the mirrors of their structs, for tests. Not part of the stable interface.
@@ -102,6 +110,7 @@ pub struct PagedAttention {
     checker: PlanChecker,
     split_config: SplitConfig,
     split: WorkSplit,
+    transfers: Transfers,
     stats: AttentionStats,
 }
 
@@ -157,6 +166,8 @@ impl PagedAttention {
         let variant = |kernel| variant(kernel, &cache, tiles, &capabilities, &options);
         let pipelines = Pipelines::create(device, &layouts, compilation, variant)?;
         let groups = ArenaGroups::create(device, &layouts, &memory)?;
+        let transfers =
+            Transfers::new(device, &cache, &arenas, options.staging_bytes, capabilities.max_binding_bytes);
         let mut stats = AttentionStats {
             arena_bytes: memory.arenas.iter().map(wgpu::Buffer::size).sum(),
             table_bytes: memory.tables.size(),
@@ -184,6 +195,7 @@ impl PagedAttention {
             checker: PlanChecker::new(&cache),
             split_config,
             split: WorkSplit::default(),
+            transfers,
             stats,
             capabilities,
         };
@@ -231,9 +243,13 @@ impl PagedAttention {
     ///
     /// In steady state this allocates nothing, and creates no buffer and no bind group. Nothing is submitted.
     ///
+    /// A plan that swaps blocks takes staging buffers, new ones where too few are idle, and copies the blocks that return
+    /// into them. The slots that its blocks go to are the step's from now on: what they held is lost, whether the step is
+    /// submitted or not.
+    ///
     /// # Errors
     /// [`PrepareError`]: the plan was not made for this cache, is older than another one that was prepared, or has a
-    /// number that no shader must see; or too many steps are in flight.
+    /// number that no shader must see; too many steps are in flight; or a block is to return that is not in the host pool.
     pub fn prepare(&mut self, plan: &StepPlan) -> Result<PreparedStep, PrepareError> {
         self.checker.check(plan)?;
         self.split.split(plan, &self.split_config);
@@ -241,6 +257,7 @@ impl PagedAttention {
         let context = slot_context(&self.device, &self.layouts, &self.memory, &self.capabilities);
         let (slot, lease, bytes) =
             self.slots.upload(&context, &self.queue, plan, &self.split, self.header_words)?;
+        let transfer = self.transfers.prepare(plan)?;
         self.checker.accept(plan);
         self.stats.step_uploaded_bytes = bytes;
         self.stats.step_dispatches = 0;
@@ -251,9 +268,28 @@ impl PagedAttention {
             lease,
             metadata: slot_state.buffer.clone(),
             params: slot_state.record.params,
+            transfer,
             progress: Progress::default(),
             dispatches: 0,
         })
+    }
+
+    /// Collects the swaps that have completed since the last call: copies the blocks that left into the host pool, and
+    /// returns one report per step, to be handed to the scheduler.
+    ///
+    /// Call it once per step or frame. It does not wait, and it does not poll the device: that is up to the application,
+    /// and until it has, wgpu does not know that a submission has completed. An application that never calls it cannot
+    /// prepare more than eight steps that swap ([`PrepareError::TransfersInFlight`]).
+    ///
+    /// Every step that was prepared and swaps is reported, once, in the order in which ends become known. A report is not
+    /// `complete` when the step will never run (it was dropped without being recorded, or its encoder was dropped; wgpu
+    /// refused the submission), when the device is lost, or when main memory is full. The slots that its blocks were to
+    /// go to are then empty, unless a later step was given them: bytes that arrive for a slot which has another owner by
+    /// now are left out, complete or not.
+    ///
+    /// Allocates only when there is something to report.
+    pub fn poll_transfers(&mut self) -> Vec<TransferReport> {
+        self.transfers.poll()
     }
 
     /// With fixed spans, a full scratch buffer must not lead to longer spans.
@@ -298,12 +334,12 @@ impl PagedAttention {
     /// Sizes and counts.
     pub fn stats(&self) -> AttentionStats {
         let slots = self.slots.num_created;
-        AttentionStats {
+        self.transfers.add_to(AttentionStats {
             metadata_bytes: self.slots.bytes(),
             buffers_created: self.stats.buffers_created + slots,
             bind_groups_created: self.stats.bind_groups_created + slots,
             ..self.stats
-        }
+        })
     }
 
     fn fill_slots(&mut self, stats: AttentionStats) -> Result<(), DeviceError> {

@@ -16,6 +16,7 @@ pub struct AttentionOptions {
     pub(super) dispatch_work_budget: Option<u64>,
     pub(super) scratch_bytes: Option<u64>,
     pub(super) target_workgroups: Option<u32>,
+    pub(super) staging_bytes: Option<u64>,
 }
 
 impl AttentionOptions {
@@ -59,6 +60,18 @@ impl AttentionOptions {
     /// Most bytes of the scratch buffer for partial results; 32 MiB by default.
     pub fn scratch_bytes(mut self, bytes: u64) -> Self {
         self.scratch_bytes = Some(bytes);
+        self
+    }
+
+    /// Bytes of staging that are kept for block swaps, once for those that leave and once for those that return; 64 MiB
+    /// each by default.
+    ///
+    /// They are cut into four buffers, none too small for one block's range of an arena, and are taken when blocks are
+    /// swapped for the first time. A step that swaps more takes more buffers, until it is collected by
+    /// [`poll_transfers`](crate::PagedAttention::poll_transfers); as many as steps usually swap should be kept, because
+    /// making a buffer costs several times its copy.
+    pub fn staging_bytes(mut self, bytes: u64) -> Self {
+        self.staging_bytes = Some(bytes);
         self
     }
 

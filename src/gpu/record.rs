@@ -5,6 +5,7 @@ use crate::gpu::PagedAttention;
 use crate::gpu::params::StepParams;
 use crate::gpu::tensors::BoundTensors;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
 use wgpu::{CommandEncoder, ComputePass, ComputePipeline};
 
 /// Units of 16 bytes that one workgroup of `block_copy` copies.
@@ -21,6 +22,8 @@ pub struct PreparedStep {
     pub(super) lease: Arc<()>,
     pub(super) metadata: wgpu::Buffer,
     pub(super) params: StepParams,
+    /// Counts the arrivals of the step's swaps, if it has any; given away when they are recorded.
+    pub(super) transfer: Option<Arc<AtomicU32>>,
     pub(super) progress: Progress,
     pub(super) dispatches: u32,
 }
@@ -64,10 +67,15 @@ impl PreparedStep {
 }
 
 impl PagedAttention {
-    /// Records what must happen outside of a compute pass: the block-table entries that changed.
+    /// Records what must happen outside of a compute pass: the block-table entries that changed, the blocks that leave
+    /// for the host pool, then those that return from it.
     ///
     /// Comes first, once per step. A call in the wrong place records nothing, and the next
     /// [`record_layer`](Self::record_layer) returns the mistake.
+    ///
+    /// For a plan that swaps blocks, it asks wgpu to map the step's staging buffers once the commands have completed
+    /// (`CommandEncoder::map_buffer_on_submit`); [`poll_transfers`](Self::poll_transfers) then collects them. Nothing waits
+    /// for that: the step's own block copies and layers may overwrite a block that leaves.
     pub fn record_transfers(&mut self, encoder: &mut CommandEncoder, step: &mut PreparedStep) {
         if step.attention != self.instance {
             return step.mistake(RecordError::ForeignStep);
@@ -80,6 +88,10 @@ impl PagedAttention {
         encoder.on_submitted_work_done(move || drop(lease));
         let slot = self.slots.slot(step.slot);
         let record = &slot.record;
+        if let Some(arrivals) = step.transfer.take() {
+            let stamp = (&slot.buffer, u64::from(record.stamp) * 4);
+            self.transfers.record(encoder, &self.memory.arenas, stamp, &arrivals);
+        }
         self.checker.record_changes(&record.table_changes);
         if record.table_changes.is_empty() {
             return;

@@ -2,7 +2,10 @@
 //!
 //! Addresses come from [`ArenaLayout`] alone. The tables change only through [`CpuCache::apply_table_changes`], as on the
 //! device: an entry that no plan has set is whatever it was, and reading through it is a fault of the plan.
+//!
+//! The host pool, where the configuration has one, takes memory slot by slot as blocks are moved there.
 
+use crate::BlockSwap;
 use crate::config::{ArenaLayout, CacheConfig, KvPart, KvType, ModelShape};
 use crate::reference::f16::{pack_word, unpack_word};
 use crate::schedule::{SplitConfig, StepPlan};
@@ -17,6 +20,8 @@ pub struct CpuCache {
     pub(super) fingerprint: u64,
     words: Vec<u32>,
     tables: Vec<u32>,
+    /// The host pool: one block's words per slot, none until something is moved there.
+    host: Vec<Vec<u32>>,
 }
 
 impl CpuCache {
@@ -41,6 +46,7 @@ impl CpuCache {
             fingerprint: config.fingerprint(),
             words: vec![0; (layout.arena_bytes(0) / 4) as usize],
             tables: vec![0; config.max_sequences() as usize * config.table_entries() as usize],
+            host: vec![Vec::new(); config.host_blocks() as usize],
         }
     }
 
@@ -127,6 +133,18 @@ impl CpuCache {
     /// The arena's words, for writing: to restore a saved state, or to poison slots in a test.
     pub fn words_mut(&mut self) -> &mut [u32] {
         &mut self.words
+    }
+
+    /// Blocks in the host pool.
+    pub fn host_blocks(&self) -> u32 {
+        self.host.len() as u32
+    }
+
+    /// A block's words, and those of its slot in the host pool: none if nothing was moved there.
+    pub(super) fn swapped_block(&mut self, swap: &BlockSwap) -> (&mut [u32], &mut Vec<u32>) {
+        let block_words = self.block_words();
+        let block = &mut self.words[swap.block as usize * block_words..][..block_words];
+        (block, &mut self.host[swap.host_slot as usize])
     }
 
     /// The words of one block, all layers.

@@ -35,6 +35,8 @@
 //!
 //! // Once per step.
 //! cpu.apply_table_changes(&plan);
+//! reference::swap_out(&mut cpu, plan.swap_outs());
+//! reference::swap_in(&mut cpu, plan.swap_ins());
 //! reference::block_copy(&mut cpu, plan.block_copies());
 //! split.split(&plan, &cpu.split_config(1));
 //! // Once per layer.
@@ -61,6 +63,7 @@ mod f16;
 mod online_softmax;
 mod parts;
 mod rows;
+mod swap;
 
 pub use append::append;
 pub use attention::{AttentionInputs, attention};
@@ -74,6 +77,9 @@ pub use dense::{DenseInputs, DenseOutput, dense_attention};
 pub use f16::{f16_bits_to_f32, f32_to_f16_bits};
 pub use parts::{DecodePart, PrefillPart, decode_parts, prefill_parts};
 pub use rows::{Rows, RowsMut};
+#[doc(hidden)]
+pub use swap::set_swaps;
+pub use swap::{swap_in, swap_out};
 
 #[cfg(test)]
 mod tests;

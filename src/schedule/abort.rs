@@ -86,6 +86,6 @@ impl Scheduler {
     pub(super) fn tell_aborted(&mut self, carrier: Index, sample: u32) {
         let carrier = self.get(carrier);
         let (sequence, preemptions) = (carrier.id.request().sample(sample), carrier.preemptions);
-        self.events.push(StepEvent::Finished { sequence, reason: FinishReason::Aborted, preemptions });
+        self.tell(StepEvent::Finished { sequence, reason: FinishReason::Aborted, preemptions });
     }
 }

@@ -20,7 +20,9 @@ impl Scheduler {
     pub fn commit(&mut self, plan: StepPlan, results: &[RowResult]) -> Result<&[StepEvent], CommitError> {
         self.cache.check_plan(&plan)?;
         check_results(&plan, results)?;
-        self.events.clear();
+        if std::mem::take(&mut self.events_are_told) {
+            self.events.clear();
+        }
         self.cache.finish_step();
         self.resolve_forks();
         let mut first = 0;
@@ -42,6 +44,7 @@ impl Scheduler {
         let waste = self.cache.stats().tail_waste_tokens;
         self.stats.tail_waste_tokens_peak = self.stats.tail_waste_tokens_peak.max(waste);
         self.cache.check_poison()?;
+        self.events_are_told = true;
         Ok(&self.events)
     }
 
@@ -51,6 +54,13 @@ impl Scheduler {
         if self.get(index).aborting {
             self.finish(index, FinishReason::Aborted);
             return;
+        }
+        // One valid result confirms all that was computed before it, and a sequence that asks for none says so itself.
+        let valid = |result: &RowResult| *result != RowResult::Invalid;
+        let sequence = self.get_mut(index);
+        if answers.results.iter().any(valid) || (!sequence.wants_token() && sequence.uncomputed() == 0) {
+            sequence.confirmed = sequence.computed;
+            self.register_blocks(index);
         }
         let finished = if !self.get(index).pending_samples.is_empty() {
             match self.part_samples(index, answers) {
@@ -122,7 +132,7 @@ impl Scheduler {
         } else {
             (!sequence.wants_token()).then(|| full_reason(sequence))
         };
-        self.events.push(event);
+        self.tell(event);
         self.stats.generated_tokens += 1;
         reason
     }
@@ -166,9 +176,15 @@ impl Scheduler {
         let (parent_table, computed, max_tokens) = (parent.table, parent.computed, parent.max_tokens);
         let mut tokens = Vec::with_capacity(max_tokens as usize);
         tokens.extend_from_slice(&parent.tokens);
+        let mut hashes = Vec::with_capacity(self.cache.config().layout().blocks_for(max_tokens) as usize);
+        hashes.extend_from_slice(&parent.hashes);
         let record = Sequence {
             id: parent.id.request().sample(sample),
+            rank: parent.rank,
             arrival: parent.arrival,
+            priority: parent.priority,
+            namespace: parent.namespace,
+            retain: parent.retain.clone(),
             state: State::Running,
             tokens,
             input_len: parent.input_len,
@@ -180,6 +196,10 @@ impl Scheduler {
             table: None,
             fork: None,
             computed: 0,
+            confirmed: 0,
+            hashes,
+            adopted_blocks: parent.adopted_blocks,
+            prefix: parent.prefix,
             high_water: computed,
             drafts: Vec::new(),
             planned_rows: 0,
@@ -198,6 +218,7 @@ impl Scheduler {
             let sequence = self.get_mut(other);
             sequence.table = Some(table);
             sequence.computed = computed;
+            sequence.confirmed = computed;
         }
         if self.is_at_bound(other) && self.get(other).wants_token() {
             // It may never be preempted, so it runs only with everything it may still need.
@@ -220,11 +241,14 @@ impl Scheduler {
         let pending = std::mem::take(&mut sequence.pending_samples);
         if pending.is_empty() {
             let (sequence, preemptions) = (sequence.id, sequence.preemptions);
-            self.events.push(StepEvent::Finished { sequence, reason, preemptions });
+            self.tell(StepEvent::Finished { sequence, reason, preemptions });
         }
         // Samples that have not parted end together only when all of them are aborted.
         for sample in pending {
             self.tell_aborted(index, sample);
+        }
+        if reason == FinishReason::Invalid {
+            self.forget_blocks(index);
         }
         let sequence = self.get(index);
         if !sequence.keep || matches!(reason, FinishReason::Aborted | FinishReason::Invalid) {

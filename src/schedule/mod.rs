@@ -5,6 +5,8 @@ mod admission;
 mod commit;
 mod consistency;
 mod planner;
+mod preempt;
+mod prefix;
 mod promise;
 mod records;
 mod request;
@@ -16,8 +18,9 @@ mod step_plan;
 mod work_split;
 
 pub use request::{
-    Admission, FinishReason, Request, RowResult, Schedule, SchedulerConfig, SchedulerStats, StepEvent,
-    WaitReason,
+    Admission, DuplicatePrompts, FinishReason, MissCounts, Preemption, PreemptionMode, PreemptionReason,
+    PrefixCacheConfig, PrefixReport, Priority, Rates, Request, RowResult, Schedule, SchedulerConfig,
+    SchedulerStats, StepEvent, VictimPolicy, WaitReason,
 };
 pub use scheduler::Scheduler;
 pub use step_builder::StepBuilder;

@@ -6,10 +6,11 @@
 //! left.
 
 use crate::ids::TokenId;
+use crate::schedule::admission::Lacking;
 use crate::schedule::request::{Schedule, WaitReason};
 use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::{Sequence, State};
-use crate::schedule::step_builder::{begin_plan, push_rows};
+use crate::schedule::step_builder::{begin_plan, finish_plan, push_rows};
 use crate::schedule::step_plan::{LogitRow, StepPlan, rows_work};
 
 /// What is left of a step.
@@ -56,29 +57,57 @@ impl Scheduler {
     /// O(running sequences + rows + new blocks); a steady decode step allocates nothing on the heap.
     pub fn schedule(&mut self) -> Schedule {
         self.rollback();
+        self.restart_broken();
         if self.cache.check_poison().is_err() {
             return Schedule::Waiting(WaitReason::Poisoned);
         }
         let mut plan = std::mem::take(&mut self.spare_plan);
         begin_plan(&mut self.cache, &mut plan);
         let mut budget = Budget { rows: self.config.step_tokens, work: self.config.step_work_budget };
-        let preempted = self.plan_running(&mut plan, &mut budget);
-        let lacking = if preempted { None } else { self.admit(&mut plan, &mut budget) };
+        let lacking = self.fill(&mut plan, &mut budget);
         if plan.num_rows() > 0 {
-            plan.block_copies.extend_from_slice(self.cache.step_copies());
+            finish_plan(&self.cache, &mut plan);
             return Schedule::Step(plan);
         }
-        self.cache.rollback_step();
+        self.rollback();
         self.spare_plan = plan;
         match lacking {
             _ if self.running.is_empty() && self.waiting.is_empty() => Schedule::Idle,
-            Some((needed, available)) => Schedule::Waiting(WaitReason::Blocks { needed, available }),
-            None => Schedule::Waiting(WaitReason::Blocks { needed: 1, available: self.cache.free_blocks() }),
+            Some(Lacking::Blocks { needed, available }) => {
+                Schedule::Waiting(WaitReason::Blocks { needed, available })
+            }
+            Some(Lacking::Transfers) => {
+                Schedule::Waiting(WaitReason::Transfers { steps: self.cache.num_transfers() })
+            }
+            _ => Schedule::Waiting(WaitReason::Blocks { needed: 1, available: self.cache.free_blocks() }),
+        }
+    }
+
+    /// Plans a step. Returns what the first in line lacks, if it was asked.
+    fn fill(&mut self, plan: &mut StepPlan, budget: &mut Budget) -> Option<Lacking> {
+        let displaced = self.displace();
+        let (start, mut lacking) = (self.stats.preemptions, None);
+        loop {
+            let before = self.stats.preemptions;
+            self.plan_running(plan, budget);
+            if plan.num_rows() == 0 && self.stats.preemptions > before {
+                // Blocks that the last in order gave up are for those before it.
+                continue;
+            }
+            if self.stats.preemptions == start {
+                lacking = self.admit(plan, budget, displaced);
+            }
+            let nobody = self.running.is_empty() && self.waiting.is_empty();
+            if plan.num_rows() > 0 || nobody || std::mem::replace(&mut self.last_resort, true) {
+                self.last_resort = false;
+                return lacking;
+            }
         }
     }
 
     /// Undoes the outstanding plan: growth, copies and lengths. Preemptions and evictions stand.
     fn rollback(&mut self) {
+        let swapped = !self.cache.step_swap_outs().is_empty() || !self.cache.step_swap_ins().is_empty();
         self.cache.rollback_step();
         let planned = std::mem::take(&mut self.planned);
         for &index in &planned {
@@ -87,11 +116,31 @@ impl Scheduler {
             sequence.planned_logits = 0;
         }
         self.resolve_forks();
+        if swapped {
+            self.undo_swaps();
+        }
+        if std::mem::take(&mut self.events_are_told) {
+            self.events.clear();
+        }
+        let told = self.events.len();
         for &index in &planned {
             self.settle(index);
         }
+        // What ended with a step that never was is not among the next one's events.
+        self.events.truncate(told);
         self.planned = planned;
         self.planned.clear();
+    }
+
+    /// What a dropped step moved out is lost; what it brought back is in the host pool still, and its sequences are in
+    /// line again.
+    fn undo_swaps(&mut self) {
+        self.count_losses();
+        let out = |&index: &Index| self.blocks_returning(index) > 0;
+        let back: Vec<Index> = self.running.iter().copied().filter(out).collect();
+        for index in back {
+            self.requeue(index);
+        }
     }
 
     /// Carries out what was asked of a sequence while its step was outstanding, its results apart.
@@ -107,8 +156,8 @@ impl Scheduler {
         }
     }
 
-    /// Plans rows for sequences that run. Returns whether anybody was preempted.
-    fn plan_running(&mut self, plan: &mut StepPlan, budget: &mut Budget) -> bool {
+    /// Plans rows for sequences that run.
+    fn plan_running(&mut self, plan: &mut StepPlan, budget: &mut Budget) {
         let mut order = std::mem::take(&mut self.order);
         order.clear();
         order.extend_from_slice(&self.running);
@@ -129,7 +178,7 @@ impl Scheduler {
         if takes_turns {
             set_aside = Budget { rows: 0, work: 0 };
         }
-        let preemptions = self.stats.preemptions;
+        self.share_rows(&order, budget.minus(set_aside).rows);
         for &index in &order {
             if self.get(index).state != State::Running {
                 continue;
@@ -137,30 +186,78 @@ impl Scheduler {
             if let Some(wanted) = decode_wants(self.get(index)) {
                 set_aside = set_aside.minus(wanted);
             }
-            match self.plan_sequence(plan, index, budget.minus(set_aside)) {
+            let limit = self.share_of(index, budget.minus(set_aside));
+            match self.plan_sequence(plan, index, limit) {
                 Planned::Rows(used) => *budget = budget.minus(used),
                 Planned::NoBudget if takes_turns => {
                     self.resume_at.get_or_insert(self.get(index).place());
                 }
+                Planned::NoRoom if self.yields(index) => self.evict(index, None),
                 Planned::NoBudget | Planned::NoRoom => {}
             }
         }
         self.order = order;
-        self.stats.preemptions > preemptions
     }
 
-    /// Lets requests in while rows are left. Returns what the first one left outside lacks.
-    fn admit(&mut self, plan: &mut StepPlan, budget: &mut Budget) -> Option<(u32, u32)> {
+    /// Shares `rows` rows out among the prompts that are being read: each takes half of what is left, the last one all of
+    /// it, and what is left then goes to the first ones. So a short prompt is read at once while a long one is read on.
+    /// While somebody may be let in, whatever half is left is for them.
+    fn share_rows(&mut self, order: &[Index], rows: u32) {
+        let mut shares = std::mem::take(&mut self.shares);
+        shares.clear();
+        shares.extend(order.iter().filter(|&&index| !self.get(index).is_decoding()).map(|&index| (index, 0)));
+        let newcomers = self.may_let_in();
+        let (mut left, last) = (rows, shares.len().saturating_sub(1));
+        for (place, share) in shares.iter_mut().enumerate() {
+            let half = if place == last && !newcomers { left } else { left.div_ceil(2) };
+            share.1 = half.min(self.get(share.0).uncomputed());
+            left -= share.1;
+        }
+        if !newcomers {
+            for share in &mut shares {
+                let more = left.min(self.get(share.0).uncomputed() - share.1);
+                share.1 += more;
+                left -= more;
+            }
+        }
+        self.shares = shares;
+    }
+
+    /// What a sequence may use of `limit`: a prompt its share of the rows and, unless it is the last one, half the work.
+    fn share_of(&self, index: Index, limit: Budget) -> Budget {
+        let Some(place) = self.shares.iter().position(|share| share.0 == index) else { return limit };
+        let is_last = place + 1 == self.shares.len() && !self.may_let_in();
+        let least = Budget::of(self.get(index).computed, 1).work;
+        let work = if is_last { limit.work } else { (limit.work / 2).max(least).min(limit.work) };
+        Budget { rows: limit.rows.min(self.shares[place].1), work }
+    }
+
+    /// Whether the first in line has not been refused since anything was given up.
+    fn may_let_in(&self) -> bool {
+        let first = self.waiting.front().map(|&first| (self.get(first).place(), self.releases));
+        first.is_some() && first != self.closed_at
+    }
+
+    /// Lets requests in while rows are left, `only_first` that one that others were preempted for. Returns what the first
+    /// one left outside lacks.
+    fn admit(&mut self, plan: &mut StepPlan, budget: &mut Budget, only_first: bool) -> Option<Lacking> {
         while !self.waiting.is_empty() {
             if plan.num_rows() > 0 && (budget.rows == 0 || budget.work == 0) {
                 return None;
             }
             let index = match self.admit_next() {
                 Ok(index) => index,
-                Err(lacking) => return lacking,
+                Err(lacking) => {
+                    let first = self.waiting.front();
+                    self.closed_at = first.map(|&first| (self.get(first).place(), self.releases));
+                    return Some(lacking);
+                }
             };
             if let Planned::Rows(used) = self.plan_sequence(plan, index, *budget) {
                 *budget = budget.minus(used);
+            }
+            if only_first {
+                return None;
             }
         }
         None
@@ -180,6 +277,7 @@ impl Scheduler {
             // Progress: a step has at least one row.
             rows = 1;
         }
+        self.cache.set_reserved(self.reserved_by_others(index));
         let mut lookahead = self.config.lookahead.saturating_sub(drafts);
         if self.blocks_short(index, rows, lookahead) > 0 {
             lookahead = 0;

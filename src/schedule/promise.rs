@@ -19,6 +19,8 @@ use crate::schedule::sequence::Sequence;
 struct Promised {
     holders: u32,
     writers: u32,
+    /// Pinned content: it stays when all writers have copied it.
+    stays: bool,
 }
 
 impl Scheduler {
@@ -41,33 +43,42 @@ impl Scheduler {
         let mut tails: Vec<BlockId> = Vec::new();
         let mut held = 0u64;
         let mut remaining = 0u64;
-        for sequence in self.records.iter().flatten().filter(|sequence| sequence.promised) {
+        for (index, sequence) in self.records.iter().enumerate() {
+            let Some(sequence) = sequence.as_ref().filter(|sequence| sequence.promised) else { continue };
             let cut = sequence.truncating.filter(|_| later || sequence.planned_rows == 0);
             let end = cut.map_or(u32::MAX, |len| len - 1);
-            let (table, own) = match sequence.fork {
+            let found = self.found_for(index).filter(|_| sequence.table.is_none());
+            let table = sequence.fork.map(|fork| fork.parent).or(sequence.table);
+            let blocks = table.and_then(|table| self.cache.block_ids(table).ok()).unwrap_or_default();
+            let (blocks, own) = match (sequence.fork, found) {
                 // Not shared yet: a partly filled last block will be copied, so it counts as needed.
-                Some(fork) => (Some(fork.parent), fork.at.min(end) / block_size),
-                None => (sequence.table, self.held_blocks(sequence, end)),
+                (Some(fork), _) => (blocks, (fork.at.min(end) / block_size).min(blocks.len() as u32)),
+                (None, Some(found)) => (&found.blocks[..], found.blocks.len() as u32),
+                (None, None) => (blocks, self.held_blocks(sequence, end)),
             };
             remaining += self.blocks_at_most(sequence, cut).saturating_sub(u64::from(own));
-            let Some(blocks) = table.and_then(|table| self.cache.block_ids(table).ok()) else { continue };
             for &block in &blocks[..own as usize] {
                 let block = &mut blocks_of_pool[block.index() as usize];
                 held += u64::from(block.holders == 0);
                 block.holders += 1;
             }
             let len = table.and_then(|table| self.cache.len(table).ok()).unwrap_or(0).min(end);
-            if sequence.fork.is_none() && !len.is_multiple_of(block_size) {
-                let tail = blocks[(len / block_size) as usize];
+            let tail = blocks.get((len / block_size) as usize).copied();
+            if let Some(tail) = tail.filter(|_| sequence.fork.is_none() && !len.is_multiple_of(block_size)) {
                 let block = &mut blocks_of_pool[tail.index() as usize];
                 if block.writers == 0 {
                     tails.push(tail);
                 }
                 block.writers += 1;
+                block.stays |= self.cache.is_retained(tail);
             }
         }
+        // Pinned content stays, whoever holds it now.
+        let blocks = blocks_of_pool.iter().enumerate().filter(|(_, block)| block.holders == 0);
+        held += blocks.filter(|&(block, _)| self.cache.is_retained(BlockId(block as u32))).count() as u64;
         let tails = tails.iter().map(|tail| &blocks_of_pool[tail.index() as usize]);
-        let copies: u64 = tails.map(|block| u64::from(block.writers.min(block.holders - 1))).sum();
+        let copies: u64 =
+            tails.map(|block| u64::from(block.writers.min(block.holders - u32::from(!block.stays)))).sum();
         u32::try_from(remaining + held + copies).unwrap_or(u32::MAX)
     }
 
@@ -75,7 +86,7 @@ impl Scheduler {
     fn held_blocks(&self, sequence: &Sequence, end: u32) -> u32 {
         let held = self.table_blocks(sequence);
         let len = sequence.table.and_then(|table| self.cache.len(table).ok()).unwrap_or(0);
-        if len <= end { held } else { self.cache.config().layout().blocks_for(end) }
+        if len <= end { held } else { self.cache.config().layout().blocks_for(end).min(held) }
     }
 
     /// Blocks of a sequence's table.
@@ -125,10 +136,18 @@ impl Scheduler {
         protected.map(|sequence| self.outstanding_need(sequence)).sum()
     }
 
+    /// Blocks that protected sequences other than `index` may still need.
+    pub(super) fn reserved_by_others(&self, index: Index) -> u32 {
+        let sequence = self.get(index);
+        let own = if sequence.protected { self.outstanding_need(sequence) } else { 0 };
+        self.reserved_blocks() - own
+    }
+
     /// Blocks that one sequence may still need, its own copy of a shared last block included.
     pub(super) fn outstanding_need(&self, sequence: &Sequence) -> u32 {
         let most = self.cache.config().layout().blocks_for(sequence.max_tokens);
-        let copy = sequence.table.and_then(|table| self.cache.shared_tail_block(table)).is_some();
+        let copied = |table| self.cache.shared_tail_block(table).is_some() || self.cache.is_borrowing(table);
+        let copy = sequence.table.is_some_and(copied);
         most.saturating_sub(self.table_blocks(sequence)) + u32::from(copy)
     }
 

@@ -2,7 +2,7 @@
 
 use crate::error::RequestError;
 use crate::ids::{RequestId, SequenceId, TokenId};
-use crate::schedule::request::Request;
+use crate::schedule::request::{PrefixReport, Priority, Request, StepEvent};
 use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::{Sequence, State};
 
@@ -18,6 +18,11 @@ impl Scheduler {
         self.next_arrival
     }
 
+    /// The step at which a request counts as having arrived.
+    pub(super) fn rank(&self, priority: Priority) -> u64 {
+        self.stats.steps + u64::from(self.config.ageing_steps) * priority as u64
+    }
+
     pub(super) fn record(
         &mut self,
         id: SequenceId,
@@ -29,7 +34,11 @@ impl Scheduler {
         tokens.extend_from_slice(&request.tokens);
         Sequence {
             id,
+            rank: self.rank(request.priority),
             arrival: self.arrive(),
+            priority: request.priority,
+            namespace: request.namespace,
+            retain: request.retain.into(),
             state: State::Waiting,
             input_len: tokens.len() as u32,
             tokens,
@@ -41,6 +50,10 @@ impl Scheduler {
             table: None,
             fork: None,
             computed: 0,
+            confirmed: 0,
+            hashes: Vec::new(),
+            adopted_blocks: 0,
+            prefix: PrefixReport::default(),
             high_water: 0,
             drafts: Vec::new(),
             planned_rows: 0,
@@ -108,6 +121,7 @@ impl Scheduler {
         self.releases += 1;
         let sequence = self.get_mut(index);
         sequence.computed = 0;
+        sequence.confirmed = 0;
         if let Some(table) = sequence.table.take() {
             let released = self.cache.release(table);
             debug_assert!(released.is_ok(), "a table that no step writes through is released: {released:?}");
@@ -125,9 +139,8 @@ impl Scheduler {
         }
     }
 
-    /// Puts a running sequence without a table back in line.
+    /// Puts a running sequence back in line.
     pub(super) fn requeue(&mut self, index: Index) {
-        debug_assert!(self.get(index).table.is_none(), "a sequence goes back in line with its blocks");
         self.leave_queue(index);
         self.unprotect(index);
         self.get_mut(index).state = State::Waiting;
@@ -163,8 +176,17 @@ impl Scheduler {
             let sequence = self.get_mut(index);
             sequence.table = Some(table);
             sequence.computed = fork.at;
+            sequence.confirmed = sequence.confirmed.min(fork.at);
             sequence.high_water = fork.at;
         }
+    }
+
+    /// Adds an event to those of the next commit.
+    pub(super) fn tell(&mut self, event: StepEvent) {
+        if std::mem::take(&mut self.events_are_told) {
+            self.events.clear();
+        }
+        self.events.push(event);
     }
 
     pub(super) fn get(&self, index: Index) -> &Sequence {

@@ -1,11 +1,12 @@
 //! What goes into the scheduler and what comes out: requests, configuration, results, events.
 
-use crate::cache::CacheStats;
+use crate::cache::{CacheStats, MissReason, Namespace, Retention};
 use crate::config::CacheConfig;
 use crate::error::ConfigError;
 use crate::ids::{SequenceId, TokenId};
 use crate::schedule::step_plan::StepPlan;
 use std::fmt;
+use std::ops::Range;
 
 /// A prompt and how to go on from it; also a chat's next turn ([`Scheduler::extend`](crate::Scheduler::extend)) and a
 /// branch ([`Scheduler::fork`](crate::Scheduler::fork)).
@@ -21,12 +22,33 @@ pub struct Request {
     pub(super) stop_tokens: Vec<TokenId>,
     pub(super) samples: u32,
     pub(super) keep: bool,
+    pub(super) priority: Priority,
+    pub(super) namespace: Namespace,
+    pub(super) retain: Vec<RetainRange>,
+}
+
+/// Tokens whose blocks stay in the prefix cache in their own way.
+#[derive(Clone, Debug)]
+pub(super) struct RetainRange {
+    pub(super) tokens: Range<u32>,
+    pub(super) retention: Retention,
+    /// 0 for no limit.
+    pub(super) ttl_steps: u32,
 }
 
 impl Request {
     /// A request with these input tokens, one sample, no stop tokens, and as many new tokens as the context holds.
     pub fn new(tokens: impl Into<Vec<TokenId>>) -> Self {
-        Self { tokens: tokens.into(), max_new_tokens: None, stop_tokens: Vec::new(), samples: 1, keep: false }
+        Self {
+            tokens: tokens.into(),
+            max_new_tokens: None,
+            stop_tokens: Vec::new(),
+            samples: 1,
+            keep: false,
+            priority: Priority::default(),
+            namespace: Namespace::default(),
+            retain: Vec::new(),
+        }
     }
 
     /// At most `max` new tokens; with 0 the input is computed, and kept if asked, but nothing is generated. Without
@@ -53,6 +75,163 @@ impl Request {
         self.keep = keep;
         self
     }
+}
+
+impl Request {
+    /// Who goes first: in line, for rows, and when blocks are short.
+    pub fn priority(mut self, priority: Priority) -> Self {
+        self.priority = priority;
+        self
+    }
+
+    /// Whose blocks it may share through the prefix cache: those of requests with an equal namespace. A branch
+    /// ([`Scheduler::fork`](crate::Scheduler::fork)) and a next turn have their sequence's.
+    pub fn namespace(mut self, namespace: Namespace) -> Self {
+        self.namespace = namespace;
+        self
+    }
+
+    /// How the prefix cache keeps the blocks that lie within `tokens` (positions in the sequence) once nobody holds
+    /// them; with `ttl_steps`, for that many steps since they were last used. Of ranges that overlap, the best counts.
+    ///
+    /// A system prompt that stays: `.retain(0..600, Retention::Pinned, None)`.
+    pub fn retain(mut self, tokens: Range<u32>, retention: Retention, ttl_steps: Option<u32>) -> Self {
+        self.retain.push(RetainRange { tokens, retention, ttl_steps: ttl_steps.unwrap_or(0) });
+        self
+    }
+}
+
+/// Who goes first.
+///
+/// A request stands in line as if it had arrived [`ageing_steps`](SchedulerConfig::ageing_steps) later for each class
+/// below the first. So nobody waits for ever: only what arrives within that time goes before it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Priority {
+    /// Somebody is watching.
+    Interactive,
+    /// The default.
+    #[default]
+    Normal,
+    /// Whenever nothing else needs the device.
+    Idle,
+}
+
+/// How a victim's tokens come back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum PreemptionMode {
+    /// They are computed again; what the prefix cache still has is used.
+    #[default]
+    Recompute,
+    /// Their blocks are moved to the host pool and back, bit for bit; where it is full, they are computed again.
+    Swap,
+    /// Whichever takes less time by [`Rates`]; without rates, they are moved.
+    Auto,
+}
+
+/// Whose blocks are taken when a running sequence needs one and none can be had. Sequences of a higher class are never
+/// taken, kept ones always come first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum VictimPolicy {
+    /// The sequence that needs the block gives up its own, and waits.
+    Requester,
+    /// The last in line of those behind it; where there is none, it waits with its blocks.
+    #[default]
+    LowestPriority,
+    /// Whoever has the fewest tokens to lose.
+    LeastLost,
+}
+
+/// How fast the machine is, as the application has measured it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rates {
+    /// Bytes per second between the pool and the host pool, one way.
+    pub swap_bytes_per_s: f64,
+    /// Prompt tokens computed per second.
+    pub prefill_tokens_per_s: f64,
+}
+
+/// What to do about requests that arrive together and begin alike.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum DuplicatePrompts {
+    /// The later one waits until the first one's blocks are in the prefix cache, where that takes no longer than
+    /// computing them.
+    #[default]
+    Wait,
+    /// Each is computed; blocks that turn out equal are shared afterwards.
+    ComputeAlone,
+}
+
+/// The prefix cache: computed blocks are found again by later requests that begin with the same tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct PrefixCacheConfig {
+    /// Blocks without a holder that it keeps at most; `None` for as many as are free.
+    pub max_cached_blocks: Option<u32>,
+    /// What to do about requests that arrive together and begin alike.
+    pub duplicates: DuplicatePrompts,
+}
+
+/// How a running sequence lost its blocks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Preemption {
+    /// Its blocks are in the host pool.
+    Swapped {
+        /// Blocks moved.
+        blocks: u32,
+    },
+    /// They were given up.
+    Dropped {
+        /// Tokens to be computed again, unless they are found in the prefix cache.
+        tokens: u32,
+    },
+}
+
+/// Why a victim was swapped out, or was not.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum PreemptionReason {
+    /// The configuration says so.
+    Configured,
+    /// No rates were reported, so the tokens were kept.
+    NoRates,
+    /// By the rates reported.
+    Rates {
+        /// Seconds to move its blocks out and back.
+        swap_s: f64,
+        /// Seconds to compute its tokens again.
+        recompute_s: f64,
+    },
+    /// The host pool does not hold its blocks.
+    HostPoolFull {
+        /// Blocks to be moved.
+        needed: u32,
+        /// Blocks free there.
+        available: u32,
+    },
+    /// All its blocks are shared with others.
+    NothingToMove,
+}
+
+/// What the prefix cache had for a sequence when it was last let in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PrefixReport {
+    /// Tokens found.
+    pub cached_tokens: u32,
+    /// Tokens looked for: all but the last.
+    pub wanted_tokens: u32,
+    /// Why the rest was not found.
+    pub miss: MissReason,
+}
+
+/// How often prompts were not found further, by reason.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MissCounts {
+    /// Never cached, as far as is known.
+    pub unseen: u64,
+    /// Evicted.
+    pub evicted: u64,
+    /// Expired.
+    pub expired: u64,
 }
 
 /// When a request is let in.
@@ -85,10 +264,19 @@ pub struct SchedulerConfig {
     /// How often a sequence may be preempted. At the bound it is let in again only with everything it may still need
     /// reserved, and is not preempted any more (I9).
     pub max_preemptions: u32,
+    /// The prefix cache; on by default.
+    pub prefix_cache: Option<PrefixCacheConfig>,
+    /// How victims' tokens come back. A host pool ([`CacheConfig::with_host_blocks`]) is needed for swapping.
+    pub preemption: PreemptionMode,
+    /// Whose blocks are taken.
+    pub victims: VictimPolicy,
+    /// Steps by which a class of [`Priority`] stands behind the one above it.
+    pub ageing_steps: u32,
 }
 
 impl Default for SchedulerConfig {
-    /// 512 rows and 2^24 (row, key) pairs a step, guaranteed admission, no lookahead, at most 3 preemptions.
+    /// 512 rows and 2^24 (row, key) pairs a step, guaranteed admission, no lookahead, at most 3 preemptions, by
+    /// recomputation and lowest priority first; a prefix cache; classes 256 steps apart.
     fn default() -> Self {
         Self {
             step_tokens: 512,
@@ -97,6 +285,10 @@ impl Default for SchedulerConfig {
             admission: Admission::Guaranteed,
             lookahead: 0,
             max_preemptions: 3,
+            prefix_cache: Some(PrefixCacheConfig::default()),
+            preemption: PreemptionMode::default(),
+            victims: VictimPolicy::default(),
+            ageing_steps: 256,
         }
     }
 }
@@ -151,6 +343,12 @@ pub enum WaitReason {
         /// Blocks that are free.
         available: u32,
     },
+    /// The first request in line is swapped out and has not arrived in the host pool: pass on what the device part
+    /// reports ([`Scheduler::complete_transfers`](crate::Scheduler::complete_transfers)).
+    Transfers {
+        /// Steps whose transfers have not been reported.
+        steps: usize,
+    },
     /// An invariant was found broken: `commit` and `add` return the error.
     Poisoned,
 }
@@ -199,10 +397,26 @@ impl fmt::Display for FinishReason {
     }
 }
 
-/// What a commit did, in the order in which it happened.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// What happened since the last commit, in its order.
+#[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum StepEvent {
+    /// A sequence was let in, for the first time or again.
+    Admitted {
+        /// The sequence.
+        sequence: SequenceId,
+        /// What the prefix cache had of it.
+        prefix: PrefixReport,
+    },
+    /// A sequence had to give up its blocks, and waits.
+    Preempted {
+        /// The sequence.
+        sequence: SequenceId,
+        /// How.
+        how: Preemption,
+        /// Why so.
+        why: PreemptionReason,
+    },
     /// A sequence has a new token.
     Token {
         /// The sequence.
@@ -235,8 +449,19 @@ pub struct SchedulerStats {
     pub recomputed_tokens: u64,
     /// Sequences preempted.
     pub preemptions: u64,
-    /// Kept sequences whose blocks were taken; they are computed again when they are extended.
+    /// Of these, sequences whose blocks were moved to the host pool.
+    pub swaps_out: u64,
+    /// Sequences whose blocks came back from the host pool.
+    pub swaps_in: u64,
+    /// Kept sequences whose blocks were taken: moved to the host pool if there is room, otherwise to be found in the
+    /// prefix cache or computed again when they are extended.
     pub reclaimed: u64,
+    /// Tokens found in the prefix cache, over all admissions.
+    pub prefix_hit_tokens: u64,
+    /// Tokens looked for in the prefix cache, over all admissions.
+    pub prefix_wanted_tokens: u64,
+    /// Why the others were not found.
+    pub prefix_misses: MissCounts,
     /// Sequences running.
     pub running: u32,
     /// Sequences waiting.

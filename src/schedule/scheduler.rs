@@ -10,8 +10,9 @@ use crate::config::CacheConfig;
 use crate::error::{Error, RequestError};
 use crate::ids::{RequestId, SequenceId, TokenId};
 use crate::schedule::admission::Refusal;
-use crate::schedule::request::{Admission, Request, SchedulerConfig, SchedulerStats, StepEvent};
-use crate::schedule::sequence::{PendingFork, Sequence, State};
+use crate::schedule::prefix::Matched;
+use crate::schedule::request::{Admission, Rates, Request, SchedulerConfig, SchedulerStats, StepEvent};
+use crate::schedule::sequence::{PendingFork, Place, Sequence, State};
 use crate::schedule::step_plan::StepPlan;
 use std::collections::{BTreeMap, VecDeque};
 
@@ -61,9 +62,20 @@ pub struct Scheduler {
     pub(super) pending_forks: Vec<Index>,
     pub(super) spare_plan: StepPlan,
     pub(super) order: Vec<Index>,
+    /// Rows that each prompt being read may have in the step that is planned.
+    pub(super) shares: Vec<(Index, u32)>,
     pub(super) events: Vec<StepEvent>,
+    /// The events have been returned by a commit.
+    pub(super) events_are_told: bool,
+    /// What the prefix cache has for the sequence at the door.
+    pub(super) matched: Matched,
+    pub(super) rates: Option<Rates>,
+    /// The step that is planned has no rows yet, and nobody finds room by usual means.
+    pub(super) last_resort: bool,
+    /// Whom the last step left outside, and the releases until then: nobody else is let in before more return.
+    pub(super) closed_at: Option<(Place, u64)>,
     /// Where the budget ran out among decoding sequences: the next step begins with this place.
-    pub(super) resume_at: Option<(u64, u32)>,
+    pub(super) resume_at: Option<Place>,
     /// Protected sequences among those that run.
     pub(super) num_protected: u32,
     /// Grows whenever a sequence gives something up: blocks, a table, or the need for them.
@@ -83,9 +95,13 @@ impl Scheduler {
     /// than tables.
     pub fn new(config: SchedulerConfig, cache: CacheConfig) -> Result<Self, Error> {
         config.validate(&cache)?;
+        let mut cache = KvCache::new(cache);
+        if let Some(prefix_cache) = config.prefix_cache {
+            cache.enable_prefix_cache(prefix_cache.max_cached_blocks)?;
+        }
         Ok(Self {
             config,
-            cache: KvCache::new(cache),
+            cache,
             records: Vec::new(),
             free_records: Vec::new(),
             by_id: BTreeMap::new(),
@@ -96,7 +112,13 @@ impl Scheduler {
             pending_forks: Vec::new(),
             spare_plan: StepPlan::default(),
             order: Vec::new(),
+            shares: Vec::new(),
             events: Vec::new(),
+            events_are_told: false,
+            matched: Matched::default(),
+            rates: None,
+            last_resort: false,
+            closed_at: None,
             resume_at: None,
             num_protected: 0,
             releases: 0,
@@ -105,6 +127,12 @@ impl Scheduler {
             next_arrival: 1,
             stats: SchedulerStats::default(),
         })
+    }
+
+    /// Makes all hashes of the prefix cache alike, to test that hits are compared. Not part of the stable interface.
+    #[doc(hidden)]
+    pub fn set_constant_hash(&mut self, hash: Option<u64>) {
+        self.cache.set_constant_hash(hash);
     }
 
     /// The cache under the scheduler.
@@ -163,11 +191,18 @@ impl Scheduler {
             self.cache.set_max_tokens(table, max_tokens)?;
         }
         let arrival = self.arrive();
+        let rank = self.rank(request.priority);
         self.leave_queue(index);
         let sequence = self.get_mut(index);
+        sequence.priority = request.priority;
+        sequence.rank = rank;
+        if !request.retain.is_empty() {
+            sequence.retain = request.retain.into();
+        }
         sequence.tokens.extend_from_slice(&request.tokens);
         sequence.drafts.clear();
         sequence.computed = computed;
+        sequence.confirmed = sequence.confirmed.min(computed);
         sequence.input_len = len as u32;
         sequence.max_tokens = max_tokens;
         sequence.to_context_end = request.max_new_tokens.is_none();
@@ -227,10 +262,12 @@ impl Scheduler {
         // Committed tokens only, and not all of the child's (I6).
         let shared = (at as u32).min(source.computed).min(len as u32 - 1);
         let prefix = source.tokens[..at].to_vec();
+        let (namespace, confirmed) = (source.namespace, source.confirmed);
         let fork = source.table.filter(|_| shared > 0).map(|parent| PendingFork { parent, at: shared });
         let id = self.new_request();
         let mut child = self.record(id.sample(0), request, prefix, max_tokens);
         child.fork = fork;
+        (child.namespace, child.confirmed) = (namespace, confirmed);
         child.promised = self.config.admission == Admission::Guaranteed;
         let index = self.insert(child);
         self.enqueue(index);
@@ -300,6 +337,7 @@ impl Scheduler {
 
     /// Makes a cut that was asked for.
     pub(super) fn truncate_now(&mut self, index: Index) {
+        let block_size = self.cache.config().block_size();
         let sequence = self.get_mut(index);
         let Some(len) = sequence.truncating.take() else { return };
         sequence.tokens.truncate(len as usize);
@@ -313,11 +351,19 @@ impl Scheduler {
         let keep = if sequence.state == State::Kept { len } else { len - 1 };
         let computed = sequence.computed.min(keep);
         sequence.computed = computed;
+        sequence.confirmed = sequence.confirmed.min(computed);
+        sequence.hashes.truncate((len / block_size) as usize);
         if let Some(table) = sequence.table {
             let cut = self.cache.truncate(table, computed);
             debug_assert!(cut.is_ok(), "a table that no step writes through is cut: {cut:?}");
         }
         self.releases += 1;
+        // What was pinned after the cut was promised does not keep its blocks.
+        while self.get(index).promised && self.check_promise().is_err() {
+            if self.cache.give_up_pins(self.cache.free_blocks() + 1) == 0 {
+                break;
+            }
+        }
         // Shared blocks that it gave up are not free, so what it needs instead may not be there any more: then it is let
         // in again when everything can be reserved (I9).
         if self.get(index).protected && self.reserved_blocks() > self.cache.free_blocks() {
@@ -363,13 +409,17 @@ impl Scheduler {
     /// Counters, and the pool as it is.
     ///
     /// # Complexity
-    /// O(tables).
+    /// O(tables); under guaranteed admission O(blocks + table entries), for what is promised.
     pub fn stats(&self) -> SchedulerStats {
+        let mut cache = self.cache.stats();
+        if !self.is_overcommitted() {
+            cache.promised_blocks = self.promised_blocks(false);
+        }
         SchedulerStats {
             running: self.running.len() as u32,
             waiting: self.waiting.len() as u32,
             kept: self.kept.len() as u32,
-            cache: self.cache.stats(),
+            cache,
             ..self.stats
         }
     }
@@ -388,6 +438,10 @@ impl Scheduler {
             Some(_) => needed as u32,
             None => max_tokens.min(pool_tokens).max(needed as u32),
         })
+    }
+
+    pub(super) fn is_overcommitted(&self) -> bool {
+        self.config.admission != Admission::Guaranteed
     }
 
     pub(super) fn max_running(&self) -> u32 {

@@ -9,8 +9,20 @@
 //! A sequence that finishes and is not kept has no record any more. `tokens[..computed]` are in the cache; what follows
 //! is to be computed, and the last token's logits choose the next one.
 
+use crate::cache::{Keep, Namespace};
 use crate::ids::{SequenceId, TableId, TokenId};
+use crate::schedule::request::{PrefixReport, Priority, RetainRange};
 use std::sync::Arc;
+
+/// Place in line, and among those that run: by arrival, a class behind the first as if it came later; the samples of a
+/// request by their number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Place {
+    /// Step of arrival, plus what the class adds.
+    rank: u64,
+    arrival: u64,
+    sample: u32,
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
@@ -30,8 +42,12 @@ pub(super) struct PendingFork {
 #[derive(Debug)]
 pub(super) struct Sequence {
     pub(super) id: SequenceId,
-    /// A preempted sequence keeps it, and with it its place.
+    /// A preempted sequence keeps rank and arrival, and with them its place.
+    pub(super) rank: u64,
     pub(super) arrival: u64,
+    pub(super) priority: Priority,
+    pub(super) namespace: Namespace,
+    pub(super) retain: Arc<[RetainRange]>,
     pub(super) state: State,
     pub(super) tokens: Vec<TokenId>,
     /// Input tokens of the current turn end here; the rest was generated.
@@ -46,8 +62,15 @@ pub(super) struct Sequence {
     pub(super) pending_samples: Vec<u32>,
     pub(super) table: Option<TableId>,
     pub(super) fork: Option<PendingFork>,
-    /// Committed tokens in the cache.
+    /// Committed tokens in the cache or, swapped out, in the host pool.
     pub(super) computed: u32,
+    /// Those that a valid result has confirmed: their full blocks may be found by others.
+    pub(super) confirmed: u32,
+    /// Hashes of its full blocks, as far as they were asked for.
+    pub(super) hashes: Vec<u64>,
+    /// Blocks that it took from the prefix cache when it was last let in.
+    pub(super) adopted_blocks: u32,
+    pub(super) prefix: PrefixReport,
     /// Most tokens that were ever computed: what lies below is recomputed after a preemption.
     pub(super) high_water: u32,
     pub(super) drafts: Vec<TokenId>,
@@ -69,9 +92,8 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
-    /// Place in line, and among those that run: by arrival, the samples of a request by their number.
-    pub(super) fn place(&self) -> (u64, u32) {
-        (self.arrival, self.id.sample())
+    pub(super) fn place(&self) -> Place {
+        Place { rank: self.rank, arrival: self.arrival, sample: self.id.sample() }
     }
 
     pub(super) fn len(&self) -> u32 {
@@ -106,4 +128,12 @@ impl Sequence {
     pub(super) fn width(&self) -> u32 {
         (self.pending_samples.len() as u32).max(1)
     }
+}
+
+/// How the prefix cache keeps a full block that lies within some of `ranges`.
+pub(super) fn keep_of(ranges: &[RetainRange], entry: u32, block_size: u32) -> Keep {
+    let (start, end) = (entry * block_size, (entry + 1) * block_size);
+    let within = ranges.iter().filter(|range| range.tokens.start <= start && end <= range.tokens.end);
+    let best = within.max_by_key(|range| (range.retention, range.ttl_steps.wrapping_sub(1)));
+    best.map_or(Keep::default(), |range| Keep { retention: range.retention, ttl_steps: range.ttl_steps })
 }

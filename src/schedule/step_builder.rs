@@ -65,6 +65,13 @@ pub(super) fn push_rows(
     Ok(first_row)
 }
 
+/// Hands over the copies and swaps that the step has asked for.
+pub(super) fn finish_plan(cache: &KvCache, plan: &mut StepPlan) {
+    plan.swap_outs.extend_from_slice(cache.step_swap_outs());
+    plan.swap_ins.extend_from_slice(cache.step_swap_ins());
+    plan.block_copies.extend_from_slice(cache.step_copies());
+}
+
 impl<'a> StepBuilder<'a> {
     /// Starts a step. A step of `cache` that is neither committed nor rolled back is rolled back first.
     pub fn new(cache: &'a mut KvCache) -> Self {
@@ -95,6 +102,26 @@ impl<'a> StepBuilder<'a> {
         }
         let first_row = push_rows(self.cache, &mut self.plan, table, tokens, &[], 0)?;
         Ok(first_row..self.plan.num_rows())
+    }
+
+    /// Moves a table's blocks to the host pool, those apart that others hold in the pool; returns how many. Blocks that
+    /// become free may be used by this very step. The table cannot grow until it is swapped in, and not before the step's
+    /// transfers are [reported](KvCache::complete_transfers). A step that is dropped takes what it moved with it: the
+    /// table is cut to what it holds elsewhere.
+    ///
+    /// # Errors
+    /// [`CacheError::HostPoolFull`], [`CacheError::InStep`], [`CacheError::UnknownTable`]. Nothing has changed then.
+    pub fn swap_out(&mut self, table: TableId) -> Result<u32, CacheError> {
+        self.cache.swap_out(table, None)
+    }
+
+    /// Brings a table's blocks back from the host pool, bit for bit.
+    ///
+    /// # Errors
+    /// [`CacheError::NoFreeBlocks`], [`CacheError::InTransfer`], [`CacheError::InStep`], [`CacheError::UnknownTable`].
+    /// Nothing has changed then.
+    pub fn swap_in(&mut self, table: TableId) -> Result<(), CacheError> {
+        self.cache.swap_in(table)
     }
 
     /// Asks for the logits of `num_rows` rows from `row` on, for `sequence`.
@@ -138,7 +165,7 @@ impl<'a> StepBuilder<'a> {
         self.plan.token_ids.resize(rows, 0);
         self.plan.positions.resize(rows, 0);
         self.plan.slot_mapping.resize(rows, PADDING_SLOT);
-        self.plan.block_copies.extend_from_slice(self.cache.step_copies());
+        finish_plan(self.cache, &mut self.plan);
         self.plan
     }
 }

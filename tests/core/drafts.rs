@@ -1,6 +1,6 @@
 //! Drafts: rows for tokens that are not decided yet, and what is reserved for them.
 
-use crate::scenarios::{cache, run};
+use crate::scenarios::{cache, plain, run};
 use paged_kv::{
     CommitError, FinishReason, Request, RequestError, RequestId, RowResult, Schedule, Scheduler,
     SchedulerConfig, StepEvent, StepPlan,
@@ -8,7 +8,7 @@ use paged_kv::{
 
 /// A sequence of 5 prompt tokens and the token 1, about to decode with drafts.
 fn decoding(request: Request) -> (Scheduler, RequestId) {
-    let config = SchedulerConfig { lookahead: 4, ..SchedulerConfig::default() };
+    let config = SchedulerConfig { lookahead: 4, ..plain() };
     let mut scheduler = Scheduler::new(config, cache(16, 4)).unwrap();
     let id = scheduler.add(request).unwrap();
     let plan = planned(&mut scheduler);
@@ -148,7 +148,7 @@ fn drafts_of_a_kept_sequence_do_not_outlive_its_extension() {
 
 #[test]
 fn lookahead_is_reserved_in_the_step_and_returned_at_commit() {
-    let config = SchedulerConfig { lookahead: 4, ..SchedulerConfig::default() };
+    let config = SchedulerConfig { lookahead: 4, ..plain() };
     let mut scheduler = Scheduler::new(config, cache(4, 4)).unwrap();
     scheduler.add(Request::new(vec![1; 4]).max_new_tokens(5)).unwrap();
     for (rows, planned_blocks, after) in [(4, 2, 1), (1, 3, 2), (1, 3, 2)] {
@@ -168,7 +168,7 @@ fn lookahead_is_reserved_in_the_step_and_returned_at_commit() {
 
 #[test]
 fn a_full_pool_costs_the_lookahead_before_it_costs_anybody_a_block() {
-    let config = SchedulerConfig { lookahead: 4, ..SchedulerConfig::default() };
+    let config = SchedulerConfig { lookahead: 4, ..plain() };
     let mut scheduler = Scheduler::new(config, cache(3, 4)).unwrap();
     let first = scheduler.add(Request::new(vec![1; 4]).max_new_tokens(4)).unwrap();
     let second = scheduler.add(Request::new(vec![2; 3]).max_new_tokens(1)).unwrap();

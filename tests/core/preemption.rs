@@ -1,6 +1,6 @@
 //! Overcommitted admission, and whose blocks are taken when none are free.
 
-use crate::scenarios::{cache, overcommitted, run, step, told};
+use crate::scenarios::{cache, overcommitted, plain, run, step, told};
 use paged_kv::{FinishReason, Request, RequestId, Schedule, Scheduler, SchedulerConfig, StepEvent};
 
 fn kept(scheduler: &mut Scheduler, token: u32) -> RequestId {
@@ -11,7 +11,7 @@ fn kept(scheduler: &mut Scheduler, token: u32) -> RequestId {
 
 #[test]
 fn kept_sequences_are_reclaimed_least_recently_finished_first() {
-    for config in [SchedulerConfig::default(), overcommitted(0)] {
+    for config in [plain(), overcommitted(0)] {
         let mut scheduler = Scheduler::new(config, cache(7, 4)).unwrap();
         let chats = [1, 2, 3].map(|token| kept(&mut scheduler, token));
         // The first one is used again: now the second is the oldest.
@@ -49,7 +49,7 @@ fn a_kept_sequence_whose_blocks_others_hold_is_spared() {
 
 #[test]
 fn a_kept_sequence_is_reclaimed_where_that_only_saves_a_copy() {
-    for config in [SchedulerConfig::default(), overcommitted(0)] {
+    for config in [plain(), overcommitted(0)] {
         let mut scheduler = Scheduler::new(config, cache(2, 4)).unwrap();
         let chat = scheduler.add(Request::new(vec![1; 6]).max_new_tokens(0).keep(true)).unwrap();
         run(&mut scheduler);
@@ -79,19 +79,19 @@ fn samples_that_do_not_fit_side_by_side_run_one_after_the_other() {
 #[test]
 fn a_sequence_preempted_in_mid_prompt_reads_it_again() {
     let config = SchedulerConfig { step_tokens: 3, ..overcommitted(0) };
-    let mut scheduler = Scheduler::new(config, cache(6, 4)).unwrap();
+    let mut scheduler = Scheduler::new(config, cache(8, 4)).unwrap();
     let first = scheduler.add(Request::new(vec![1; 8]).max_new_tokens(12)).unwrap();
-    let second = scheduler.add(Request::new(vec![2; 12]).max_new_tokens(4)).unwrap();
+    let second = scheduler.add(Request::new(vec![2; 20]).max_new_tokens(4)).unwrap();
     let mut before = 0;
     while scheduler.stats().preemptions == 0 {
         before = scheduler.computed_tokens(second).unwrap();
         step(&mut scheduler);
     }
-    assert!((1..12).contains(&before), "{before} of 12 tokens were read");
+    assert!((1..20).contains(&before), "{before} of 20 tokens were read");
     assert_eq!(scheduler.computed_tokens(second), Some(0));
     let finished = run(&mut scheduler);
     assert!(finished.contains_key(&first.sample(0)));
-    assert_eq!(finished[&second.sample(0)].0, [1012, 1013, 1014, 1015]);
+    assert_eq!(finished[&second.sample(0)].0, [1020, 1021, 1022, 1023]);
     assert_eq!(scheduler.stats().recomputed_tokens, u64::from(before));
 }
 

@@ -5,7 +5,10 @@
 
 use crate::cache_model::{CacheOperation, CacheWorld, cache_operations};
 use crate::model::{Reached, Turn, World};
-use paged_kv::{Admission, CacheConfig, KvType, ModelShape, SchedulerConfig};
+use paged_kv::{
+    Admission, CacheConfig, DuplicatePrompts, KvType, ModelShape, PreemptionMode, PrefixCacheConfig,
+    Priority, Retention, SchedulerConfig, VictimPolicy,
+};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use std::cell::Cell;
@@ -39,6 +42,8 @@ enum Operation {
         index: usize,
         sample: u32,
     },
+    CompleteTransfer(usize),
+    LoseTransfer(usize),
     Schedule,
     Run,
     Drop {
@@ -59,8 +64,30 @@ fn turns() -> impl Strategy<Value = Turn> {
     let max_new = prop_oneof![1 => Just(None), 8 => (0..24u32).prop_map(Some)];
     let samples = prop_oneof![4 => Just(1), 2 => 2..5u32];
     let len = prop_oneof![1 => Just(0), 3 => 1..6u32, 4 => 1..24u32];
-    (len, any::<u32>(), max_new, samples, any::<bool>(), any::<bool>()).prop_map(
-        |(len, seed, max_new, samples, keep, stops)| Turn { len, seed, max_new, samples, keep, stops },
+    // Few seeds, so that prompts begin alike.
+    let seed = prop_oneof![3 => 0..3u32, 1 => any::<u32>()];
+    let priority =
+        prop_oneof![4 => Just(Priority::Normal), 1 => Just(Priority::Interactive), 1 => Just(Priority::Idle)];
+    let salt = prop_oneof![6 => Just(0), 1 => 1..3u64];
+    let retention = prop_oneof![
+        Just(Retention::Low),
+        Just(Retention::Normal),
+        Just(Retention::High),
+        Just(Retention::Pinned)
+    ];
+    let retain = prop::option::weighted(0.3, (1..24u32, retention, prop::option::of(1..20u32)));
+    (len, seed, max_new, samples, any::<(bool, bool)>(), (priority, salt, retain)).prop_map(
+        |(len, seed, max_new, samples, (keep, stops), (priority, salt, retain))| Turn {
+            len,
+            seed,
+            max_new,
+            samples,
+            keep,
+            stops,
+            priority,
+            salt,
+            retain,
+        },
     )
 }
 
@@ -77,6 +104,8 @@ fn operations() -> impl Strategy<Value = Operation> {
             .prop_map(|(index, num, right)| Operation::Propose { index, num, right }),
         1 => index().prop_map(Operation::Abort),
         1 => (index(), 0..4u32).prop_map(|(index, sample)| Operation::AbortSample { index, sample }),
+        4 => any::<usize>().prop_map(Operation::CompleteTransfer),
+        1 => any::<usize>().prop_map(Operation::LoseTransfer),
         5 => Just(Operation::Schedule),
         1 => Just(Operation::Run),
         1 => any::<bool>().prop_map(|by_mistake| Operation::Drop { by_mistake }),
@@ -107,8 +136,28 @@ fn schedulers() -> impl Strategy<Value = (SchedulerConfig, CacheConfig)> {
         2 => (0..3u32).prop_map(|watermark_blocks| Admission::Overcommitted { watermark_blocks })
     ];
     let work = prop_oneof![1 => 1..200u64, 2 => Just(1 << 24)];
-    (caches(), admission, 2..32u32, work, any::<bool>(), 0..5u32, 0..4u32).prop_map(
-        |(cache, admission, step_tokens, step_work_budget, fewer, lookahead, max_preemptions)| {
+    let duplicates = prop_oneof![Just(DuplicatePrompts::Wait), Just(DuplicatePrompts::ComputeAlone)];
+    let prefix_cache = prop::option::weighted(
+        0.8,
+        (prop::option::weighted(0.3, 0..6u32), duplicates)
+            .prop_map(|(max_cached_blocks, duplicates)| PrefixCacheConfig { max_cached_blocks, duplicates }),
+    );
+    let preemption = prop_oneof![
+        1 => Just(PreemptionMode::Recompute),
+        2 => Just(PreemptionMode::Swap),
+        1 => Just(PreemptionMode::Auto)
+    ];
+    let victims = prop_oneof![
+        2 => Just(VictimPolicy::LowestPriority),
+        1 => Just(VictimPolicy::LeastLost),
+        1 => Just(VictimPolicy::Requester)
+    ];
+    let host_blocks = prop_oneof![1 => Just(0), 2 => 1..24u32];
+    let residency = (prefix_cache, preemption, victims, host_blocks, 0..20u32);
+    (caches(), admission, 2..32u32, work, any::<bool>(), 0..5u32, 0..4u32, residency).prop_map(
+        |(cache, admission, step_tokens, step_work_budget, fewer, lookahead, max_preemptions, residency)| {
+            let (prefix_cache, preemption, victims, host_blocks, ageing_steps) = residency;
+            let cache = cache.with_host_blocks(host_blocks).unwrap();
             let watermark = cache.num_blocks() - 1;
             let admission = match admission {
                 Admission::Overcommitted { watermark_blocks } => {
@@ -124,6 +173,10 @@ fn schedulers() -> impl Strategy<Value = (SchedulerConfig, CacheConfig)> {
                 admission,
                 lookahead,
                 max_preemptions,
+                prefix_cache,
+                preemption,
+                victims,
+                ageing_steps,
             };
             (config, cache)
         },
@@ -139,6 +192,8 @@ fn apply(world: &mut World, operation: &Operation) {
         Operation::Propose { index, num, right } => world.propose(*index, *num, *right),
         Operation::Abort(index) => world.abort(*index),
         Operation::AbortSample { index, sample } => world.abort_sample(*index, *sample),
+        Operation::CompleteTransfer(index) => world.complete_transfer(*index),
+        Operation::LoseTransfer(index) => world.lose_transfer(*index),
         Operation::Schedule => drop(world.schedule()),
         Operation::Run => world.run(),
         Operation::Drop { by_mistake } => world.drop_plan(*by_mistake),
@@ -191,9 +246,28 @@ fn every_history_of_a_scheduler_gives_the_tokens_of_a_naive_one() {
     let reached = reached.get();
     println!("{reached:?}");
     if total_operations() >= 100_000 {
-        let Reached { preemptions, reclaimed, copies, accepted_drafts, late_cuts, promises_refused } =
-            reached;
-        let rare = [preemptions, reclaimed, copies, accepted_drafts, late_cuts, promises_refused];
+        let Reached {
+            preemptions,
+            reclaimed,
+            copies,
+            accepted_drafts,
+            late_cuts,
+            promises_refused,
+            hit_tokens,
+            evictions,
+            swaps_in,
+        } = reached;
+        let rare = [
+            preemptions,
+            reclaimed,
+            copies,
+            accepted_drafts,
+            late_cuts,
+            promises_refused,
+            hit_tokens,
+            evictions,
+            swaps_in,
+        ];
         assert!(rare.iter().all(|&times| times >= 30), "the histories are too tame: {reached:?}");
     }
 }

@@ -4,7 +4,7 @@
 //! mapping, then reads through its own mirror of the block tables. Since a slot's hash covers its whole history, one
 //! wrong block, slot, copy or table entry changes what some row reads.
 
-use paged_kv::{CacheConfig, PADDING_SLOT, StepPlan, TableId};
+use paged_kv::{CacheConfig, PADDING_SLOT, StepId, StepPlan, TableId, TransferReport};
 use std::collections::HashSet;
 
 /// Hash of a sequence without tokens.
@@ -36,6 +36,17 @@ pub(crate) struct SimulatedDevice {
     num_blocks: u32,
     tables: Vec<Vec<u32>>,
     slots: Vec<Slot>,
+    host: Vec<Vec<Slot>>,
+    /// Who has claimed a host slot last, and the blocks on their way there.
+    claims: Vec<StepId>,
+    transfers: Vec<Transfer>,
+}
+
+/// A step's blocks on their way.
+#[derive(Debug)]
+struct Transfer {
+    step: StepId,
+    outs: Vec<(u32, Vec<Slot>)>,
 }
 
 impl SimulatedDevice {
@@ -46,6 +57,9 @@ impl SimulatedDevice {
             num_blocks: config.num_blocks(),
             tables: vec![vec![u32::MAX; config.table_entries() as usize]; config.max_sequences() as usize],
             slots: vec![Slot::default(); slots],
+            host: vec![Vec::new(); config.host_blocks() as usize],
+            claims: vec![StepId::default(); config.host_blocks() as usize],
+            transfers: Vec::new(),
         }
     }
 
@@ -57,6 +71,7 @@ impl SimulatedDevice {
             let table = &mut self.tables[change.table_row as usize];
             table[change.first_entry as usize..][..change.len as usize].copy_from_slice(entries);
         }
+        self.swap(plan);
         let block =
             |id: u32| id as usize * self.block_size as usize..(id as usize + 1) * self.block_size as usize;
         for copy in plan.block_copies() {
@@ -67,6 +82,46 @@ impl SimulatedDevice {
             self.write(plan, sequence);
         }
         (0..plan.num_sequences() as usize).flat_map(|sequence| self.read(plan, sequence)).collect()
+    }
+
+    /// Blocks leave, then blocks return. What leaves arrives only when [`complete`](Self::complete) says so.
+    fn swap(&mut self, plan: &StepPlan) {
+        if plan.swap_outs().is_empty() && plan.swap_ins().is_empty() {
+            return;
+        }
+        let size = self.block_size as usize;
+        let outs: Vec<(u32, Vec<Slot>)> = plan
+            .swap_outs()
+            .iter()
+            .map(|swap| (swap.host_slot, self.slots[swap.block as usize * size..][..size].to_vec()))
+            .collect();
+        for &(slot, _) in &outs {
+            self.claims[slot as usize] = plan.step();
+            self.host[slot as usize] = Vec::new();
+        }
+        for swap in plan.swap_ins() {
+            let content = &self.host[swap.host_slot as usize];
+            assert_eq!(content.len(), size, "I5: host slot {} is read before it has arrived", swap.host_slot);
+            self.slots[swap.block as usize * size..][..size].copy_from_slice(content);
+        }
+        self.transfers.push(Transfer { step: plan.step(), outs });
+    }
+
+    /// Steps whose transfers are under way.
+    pub(crate) fn num_transfers(&self) -> usize {
+        self.transfers.len()
+    }
+
+    /// The `index`-th transfer under way ends: its blocks arrive, where nobody else has claimed their place since.
+    pub(crate) fn complete(&mut self, index: usize) -> Option<TransferReport> {
+        let index = index.checked_rem(self.transfers.len())?;
+        let Transfer { step, outs } = self.transfers.remove(index);
+        for (slot, content) in outs {
+            if self.claims[slot as usize] == step {
+                self.host[slot as usize] = content;
+            }
+        }
+        Some(TransferReport { step, complete: true })
     }
 
     fn write(&mut self, plan: &StepPlan, sequence: usize) {
@@ -143,6 +198,13 @@ impl SimulatedDevice {
                 begun.insert(slot / self.block_size);
             }
         }
+        let mut moved = HashSet::new();
+        assert!(plan.swap_outs().iter().all(|swap| moved.insert(swap.block)), "a block leaves twice");
+        let mut moved = HashSet::new();
+        assert!(plan.swap_ins().iter().all(|swap| moved.insert(swap.block)), "a block returns twice");
+        let mut slots = HashSet::new();
+        let mut swaps = plan.swap_outs().iter().chain(plan.swap_ins());
+        assert!(swaps.all(|swap| slots.insert(swap.host_slot)), "a host slot is in two swaps of one step");
         let sources: HashSet<u32> = plan.block_copies().iter().map(|copy| copy.source).collect();
         let mut destinations = HashSet::new();
         for copy in plan.block_copies() {

@@ -57,7 +57,7 @@ fn steady(config: SchedulerConfig, waiting: u32) -> Scheduler {
         scheduler.add(Request::new(prompt).max_new_tokens(CONTEXT)).unwrap();
     }
     for token in 0..waiting {
-        scheduler.add(Request::new(vec![token; 2000]).max_new_tokens(48)).unwrap();
+        scheduler.add(Request::new(vec![SEQUENCES + token; 2000]).max_new_tokens(48)).unwrap();
     }
     let mut results = Vec::new();
     let mut decoding = 0;
@@ -70,7 +70,10 @@ fn steady(config: SchedulerConfig, waiting: u32) -> Scheduler {
 }
 
 fn step(scheduler: &mut Scheduler, results: &mut Vec<RowResult>) -> u32 {
-    let Schedule::Step(plan) = scheduler.schedule() else { panic!("a step") };
+    let plan = match scheduler.schedule() {
+        Schedule::Step(plan) => plan,
+        other => panic!("no step but {other:?}"),
+    };
     results.clear();
     results.extend(plan.logit_rows().iter().map(|_| RowResult::Token(1)));
     let rows = plan.num_rows();

@@ -1,5 +1,7 @@
 //! A [`Rig`] whose steps also run on a device, through [`PagedAttention`] as an application would use it.
 
+use std::io::Write as _;
+
 use paged_kv::{AttentionOptions, BoundTensors, LayerTensors, PagedAttention, StepPlan, TensorSlice};
 use wgpu::BufferUsages;
 
@@ -7,16 +9,26 @@ use crate::device::{TestAdapter, TestDevice, on_each_adapter};
 use crate::raw::{read, read_range};
 use crate::rig::{Rig, Tensors};
 
-/// Runs `test` on every adapter that is not reached through GL.
+/// Runs `test` on every adapter that is not reached through GL, and says which test was left out there.
 ///
 /// The GLSL compilers of software adapters take 5 to 30 seconds for an attention kernel. Tests that need many variants of
 /// it leave GL to those that need few.
 pub(crate) fn on_each_adapter_but_gl(mut test: impl FnMut(&TestAdapter)) {
     on_each_adapter(|adapter| {
-        if adapter.info().backend != wgpu::Backend::Gl {
+        if adapter.info().backend == wgpu::Backend::Gl {
+            announce_left_out(adapter);
+        } else {
             test(adapter);
         }
     });
+}
+
+/// One line past the capture of test output, as for the adapters; `tests/run` sums them up.
+fn announce_left_out(adapter: &TestAdapter) {
+    // The harness names a test's thread after the test.
+    let thread = std::thread::current();
+    let test = thread.name().unwrap_or("a test");
+    let _ = std::io::stderr().write_all(format!("left out on {}: {test}\n", adapter.name()).as_bytes());
 }
 
 /// A device with the default limits and, where the adapter has them, subgroup operations.

@@ -13,3 +13,4 @@ mod recording;
 mod rig;
 mod shaders;
 mod steps;
+mod swaps;

@@ -1,0 +1,513 @@
+//! The prefix cache: full blocks, found again by what is in them.
+//!
+//! Every block that is registered is a *node* of a tree: its parent is the block before it, or the root of a
+//! [`Namespace`]. It is found by a hash of its parent's hash and its own tokens, seeded per cache, and a hit is believed
+//! only after parent and tokens have been compared (I6). So two nodes never have the same parent and the same tokens,
+//! and a node means its whole history.
+//!
+//! A table that holds a node holds its parent, too, one entry before it. Tables give up their blocks last first, so a
+//! node without a holder was given up after all its children: taking the node that was given up longest ago takes the
+//! tail of a chain before its head. Retention and time to live of a node are never less than its children's.
+//!
+//! It knows blocks, tokens and steps; it holds no reference counts and does not know who asks.
+
+use crate::ids::{BlockId, TokenId};
+use std::collections::HashMap;
+use std::hash::{BuildHasher, Hash, Hasher, RandomState};
+
+const NONE: u32 = u32::MAX;
+/// Set in a parent that is a namespace.
+const ROOT: u32 = 1 << 31;
+/// Most children of a node that are looked at for a partial hit, the latest first.
+const MAX_PARTIAL_CANDIDATES: usize = 64;
+
+/// Who may share blocks with whom: sequences of one namespace, and no others.
+///
+/// Everything that changes what a token's keys and values are belongs in it, and a salt for whoever must not learn by a
+/// fast answer what others have asked. All zero by default.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Namespace {
+    /// Which model, where one cache serves several of the same shape.
+    pub model: u64,
+    /// Which adapter (LoRA) the model runs with.
+    pub adapter: u64,
+    /// Which position settings (RoPE base, scaling).
+    pub positions: u64,
+    /// Keeps tenants apart. A random number, so that nobody guesses it.
+    pub salt: u64,
+}
+
+/// How long a block without a holder stays in the prefix cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u8)]
+pub enum Retention {
+    /// Evicted before all others.
+    Low,
+    /// Evicted in the order in which blocks were last used.
+    #[default]
+    Normal,
+    /// Evicted after all others.
+    High,
+    /// Stays, but for two cases: the cache's cap, and a sequence that could not run even alone.
+    Pinned,
+}
+
+impl Retention {
+    pub(super) const COUNT: usize = 4;
+
+    pub(super) fn from_index(index: u8) -> Self {
+        [Self::Low, Self::Normal, Self::High, Self::Pinned][usize::from(index)]
+    }
+}
+
+/// Why a prompt was not found further.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum MissReason {
+    /// Nothing was missed: all but the last token, which is always computed.
+    #[default]
+    None,
+    /// There is no prefix cache.
+    Disabled,
+    /// What follows was never cached, or so long ago that nothing is known of it.
+    Unseen,
+    /// What follows was cached, and has been evicted.
+    Evicted,
+    /// What follows was cached for a limited number of steps, which have passed.
+    Expired,
+}
+
+/// How long, and how well, a block is kept once nobody holds it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Keep {
+    pub(crate) retention: Retention,
+    /// Steps without use after which it is gone; 0 for none.
+    pub(crate) ttl_steps: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Node {
+    hash: u64,
+    /// A block, a root, or `NONE` when the block is not registered.
+    parent: u32,
+    first_child: u32,
+    next_sibling: u32,
+    prev_sibling: u32,
+    next_in_bucket: u32,
+    /// Step of the last use, modulo 2^32.
+    last_used: u32,
+    ttl_steps: u32,
+}
+
+const UNREGISTERED: Node = Node {
+    hash: 0,
+    parent: NONE,
+    first_child: NONE,
+    next_sibling: NONE,
+    prev_sibling: NONE,
+    next_in_bucket: NONE,
+    last_used: 0,
+    ttl_steps: 0,
+};
+
+const EVICTED: u32 = 1;
+const EXPIRED: u32 = 2;
+
+/// What is remembered of a hash, apart from its place and why it is gone.
+fn trace_of(hash: u64) -> u32 {
+    (hash >> 32) as u32 & !3
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Root {
+    namespace: Namespace,
+    first_child: u32,
+}
+
+/// What is found of a prompt.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct PrefixMatch {
+    /// Blocks that match in full, in order.
+    pub(crate) blocks: Vec<BlockId>,
+    /// A block whose first tokens match what follows, and how many do.
+    pub(crate) partial: Option<(BlockId, u32)>,
+    pub(crate) miss: MissReason,
+}
+
+impl PrefixMatch {
+    pub(crate) fn clear(&mut self) {
+        self.blocks.clear();
+        self.partial = None;
+        self.miss = MissReason::None;
+    }
+
+    /// Tokens found.
+    pub(crate) fn num_tokens(&self, block_size: u32) -> u32 {
+        self.blocks.len() as u32 * block_size + self.partial.map_or(0, |(_, rows)| rows)
+    }
+}
+
+/// Bytes per block: 40 for the node, 4 to 8 for the buckets, 1 for what was evicted, and its tokens.
+#[derive(Debug)]
+pub(super) struct PrefixCache {
+    block_size: usize,
+    state: RandomState,
+    /// Every hash is this one: what a test of collisions asks for.
+    constant_hash: Option<u64>,
+    nodes: Vec<Node>,
+    tokens: Vec<TokenId>,
+    buckets: Vec<u32>,
+    roots: Vec<Root>,
+    free_roots: Vec<u32>,
+    root_of: HashMap<Namespace, u32>,
+    /// Traces of blocks that are gone, at a place that the hash names.
+    evicted: Vec<u32>,
+    num_nodes: u32,
+}
+
+impl PrefixCache {
+    /// `num_blocks` is below 2^31.
+    pub(super) fn new(num_blocks: u32, block_size: u32) -> Self {
+        debug_assert!(num_blocks < ROOT, "a block cannot be told from a root");
+        let num_buckets = num_blocks.next_power_of_two() as usize;
+        Self {
+            block_size: block_size as usize,
+            state: RandomState::new(),
+            constant_hash: None,
+            nodes: vec![UNREGISTERED; num_blocks as usize],
+            tokens: vec![0; num_blocks as usize * block_size as usize],
+            buckets: vec![NONE; num_buckets],
+            roots: Vec::new(),
+            free_roots: Vec::new(),
+            root_of: HashMap::new(),
+            evicted: vec![0; (num_buckets / 4).max(64)],
+            num_nodes: 0,
+        }
+    }
+
+    pub(super) fn set_constant_hash(&mut self, hash: Option<u64>) {
+        debug_assert_eq!(self.num_nodes, 0, "hashes change while blocks are registered");
+        self.constant_hash = hash;
+    }
+
+    pub(super) fn is_registered(&self, block: BlockId) -> bool {
+        self.nodes[block.0 as usize].parent != NONE
+    }
+
+    // Hashes.
+
+    fn finish(&self, hasher: impl Hasher) -> u64 {
+        self.constant_hash.unwrap_or_else(|| hasher.finish())
+    }
+
+    fn root_hash(&self, namespace: &Namespace) -> u64 {
+        let mut hasher = self.state.build_hasher();
+        namespace.hash(&mut hasher);
+        self.finish(hasher)
+    }
+
+    fn child_hash(&self, parent: u64, tokens: &[TokenId]) -> u64 {
+        let mut hasher = self.state.build_hasher();
+        hasher.write_u64(parent);
+        tokens.hash(&mut hasher);
+        self.finish(hasher)
+    }
+
+    /// Brings the hashes of a sequence's full blocks up to date: those of `tokens` that `hashes` does not have yet.
+    pub(super) fn extend_hashes(&self, namespace: &Namespace, tokens: &[TokenId], hashes: &mut Vec<u64>) {
+        let full = tokens.chunks_exact(self.block_size);
+        for chunk in full.skip(hashes.len()) {
+            let parent = hashes.last().copied().unwrap_or_else(|| self.root_hash(namespace));
+            hashes.push(self.child_hash(parent, chunk));
+        }
+    }
+
+    // Finding.
+
+    fn node(&self, block: u32) -> &Node {
+        &self.nodes[block as usize]
+    }
+
+    pub(super) fn tokens_of(&self, block: BlockId) -> &[TokenId] {
+        &self.tokens[block.0 as usize * self.block_size..][..self.block_size]
+    }
+
+    fn bucket(&self, hash: u64) -> usize {
+        hash as usize & (self.buckets.len() - 1)
+    }
+
+    fn find(&self, hash: u64, parent: u32, tokens: &[TokenId]) -> Option<BlockId> {
+        let mut at = self.buckets[self.bucket(hash)];
+        while at != NONE {
+            let node = self.node(at);
+            if node.hash == hash && node.parent == parent && self.tokens_of(BlockId(at)) == tokens {
+                return Some(BlockId(at));
+            }
+            at = node.next_in_bucket;
+        }
+        None
+    }
+
+    fn is_expired(&self, block: u32, now: u32) -> bool {
+        let node = self.node(block);
+        node.ttl_steps != 0 && now.wrapping_sub(node.last_used) > node.ttl_steps
+    }
+
+    /// The longest prefix of `tokens` that is known, all but its last token at most. `hashes` are those of its full
+    /// blocks. Changes nothing.
+    pub(super) fn find_prefix(
+        &self,
+        namespace: &Namespace,
+        tokens: &[TokenId],
+        hashes: &[u64],
+        now: u32,
+        found: &mut PrefixMatch,
+    ) {
+        found.clear();
+        let limit = tokens.len().saturating_sub(1);
+        let root = self.root_of.get(namespace).copied();
+        let mut parent = root.map_or(NONE, |root| ROOT | root);
+        let mut chunks = tokens[..limit].chunks_exact(self.block_size);
+        let mut miss = MissReason::None;
+        for (chunk, &hash) in chunks.by_ref().zip(hashes) {
+            let known = if parent == NONE { None } else { self.find(hash, parent, chunk) };
+            match known {
+                Some(block) if !self.is_expired(block.0, now) => {
+                    found.blocks.push(block);
+                    parent = block.0;
+                }
+                Some(_) => miss = MissReason::Expired,
+                None => miss = self.reason_for(hash),
+            }
+            if miss != MissReason::None {
+                break;
+            }
+        }
+        let start = found.blocks.len() * self.block_size;
+        let rest = &tokens[start..limit];
+        found.partial = self.longest_child(parent, rest, now);
+        let rows = found.partial.map_or(0, |(_, rows)| rows as usize);
+        if miss == MissReason::None && rows < rest.len() {
+            miss = MissReason::Unseen;
+        }
+        found.miss = if rows == rest.len() { MissReason::None } else { miss };
+    }
+
+    /// The child that begins with the most of `rest`, and with how much.
+    fn longest_child(&self, parent: u32, rest: &[TokenId], now: u32) -> Option<(BlockId, u32)> {
+        if parent == NONE || rest.is_empty() {
+            return None;
+        }
+        let mut best = None;
+        let mut child = *self.first_child(parent);
+        for _ in 0..MAX_PARTIAL_CANDIDATES {
+            if child == NONE {
+                break;
+            }
+            let tokens = self.tokens_of(BlockId(child));
+            let common = tokens.iter().zip(rest).take_while(|(a, b)| a == b).count() as u32;
+            if common > best.map_or(0, |(_, most)| most) && !self.is_expired(child, now) {
+                best = Some((BlockId(child), common));
+            }
+            child = self.node(child).next_sibling;
+        }
+        best
+    }
+
+    fn first_child(&self, parent: u32) -> &u32 {
+        if parent & ROOT == 0 {
+            &self.nodes[parent as usize].first_child
+        } else {
+            &self.roots[(parent & !ROOT) as usize].first_child
+        }
+    }
+
+    fn first_child_mut(&mut self, parent: u32) -> &mut u32 {
+        if parent & ROOT == 0 {
+            &mut self.nodes[parent as usize].first_child
+        } else {
+            &mut self.roots[(parent & !ROOT) as usize].first_child
+        }
+    }
+
+    // Registering.
+
+    fn root(&mut self, namespace: &Namespace) -> u32 {
+        if let Some(&root) = self.root_of.get(namespace) {
+            return ROOT | root;
+        }
+        let entry = Root { namespace: *namespace, first_child: NONE };
+        let root = match self.free_roots.pop() {
+            Some(root) => {
+                self.roots[root as usize] = entry;
+                root
+            }
+            None => {
+                self.roots.push(entry);
+                self.roots.len() as u32 - 1
+            }
+        };
+        self.root_of.insert(*namespace, root);
+        ROOT | root
+    }
+
+    /// The node with this parent and these tokens, if there is one.
+    pub(super) fn find_node(
+        &self,
+        namespace: &Namespace,
+        parent: Option<BlockId>,
+        hash: u64,
+        tokens: &[TokenId],
+    ) -> Option<BlockId> {
+        let parent = match parent {
+            Some(parent) => parent.0,
+            None => ROOT | *self.root_of.get(namespace)?,
+        };
+        self.find(hash, parent, tokens)
+    }
+
+    /// Makes `block` a node. There is none with this parent and these tokens.
+    pub(super) fn insert(
+        &mut self,
+        block: BlockId,
+        namespace: &Namespace,
+        parent: Option<BlockId>,
+        hash: u64,
+        tokens: &[TokenId],
+    ) {
+        debug_assert!(!self.is_registered(block), "{block:?} is registered twice");
+        let parent = parent.map_or_else(|| self.root(namespace), |parent| parent.0);
+        let first = self.first_child_mut(parent);
+        let next_sibling = std::mem::replace(first, block.0);
+        if next_sibling != NONE {
+            self.nodes[next_sibling as usize].prev_sibling = block.0;
+        }
+        let bucket = self.bucket(hash);
+        let next_in_bucket = std::mem::replace(&mut self.buckets[bucket], block.0);
+        self.nodes[block.0 as usize] = Node { hash, parent, next_sibling, next_in_bucket, ..UNREGISTERED };
+        self.tokens[block.0 as usize * self.block_size..][..self.block_size].copy_from_slice(tokens);
+        self.num_nodes += 1;
+    }
+
+    /// The node before this one.
+    pub(super) fn parent(&self, block: BlockId) -> Option<BlockId> {
+        let parent = self.node(block.0).parent;
+        (parent & ROOT == 0).then_some(BlockId(parent))
+    }
+
+    /// Notes a use.
+    pub(super) fn touch(&mut self, block: BlockId, now: u32) {
+        self.nodes[block.0 as usize].last_used = now;
+    }
+
+    /// Keeps a node for at least `ttl_steps`, 0 meaning for ever. Returns whether that is longer than before.
+    pub(super) fn keep_for(&mut self, block: BlockId, ttl_steps: u32) -> bool {
+        let ttl = &mut self.nodes[block.0 as usize].ttl_steps;
+        let longer = *ttl != 0 && (ttl_steps == 0 || ttl_steps > *ttl);
+        if longer {
+            *ttl = ttl_steps;
+        }
+        longer
+    }
+
+    pub(super) fn set_ttl(&mut self, block: BlockId, ttl_steps: u32) {
+        self.nodes[block.0 as usize].ttl_steps = ttl_steps;
+    }
+
+    pub(super) fn has_expired(&self, block: BlockId, now: u32) -> bool {
+        self.is_expired(block.0, now)
+    }
+
+    // Forgetting.
+
+    /// A node without children below `block`, or `block` itself.
+    pub(super) fn last_descendant(&self, block: BlockId) -> BlockId {
+        let mut at = block.0;
+        while self.node(at).first_child != NONE {
+            at = self.node(at).first_child;
+        }
+        BlockId(at)
+    }
+
+    /// Removes a node that has no children.
+    pub(super) fn remove(&mut self, block: BlockId) {
+        let node = self.nodes[block.0 as usize];
+        debug_assert!(node.parent != NONE, "{block:?} is not registered");
+        debug_assert_eq!(node.first_child, NONE, "{block:?} is removed before its children");
+        match node.prev_sibling {
+            NONE => *self.first_child_mut(node.parent) = node.next_sibling,
+            previous => self.nodes[previous as usize].next_sibling = node.next_sibling,
+        }
+        if node.next_sibling != NONE {
+            self.nodes[node.next_sibling as usize].prev_sibling = node.prev_sibling;
+        }
+        self.unlink_from_bucket(block, node);
+        self.nodes[block.0 as usize] = UNREGISTERED;
+        self.num_nodes -= 1;
+        if node.parent & ROOT != 0 {
+            let root = node.parent & !ROOT;
+            if self.roots[root as usize].first_child == NONE {
+                self.root_of.remove(&self.roots[root as usize].namespace);
+                self.free_roots.push(root);
+            }
+        }
+    }
+
+    fn unlink_from_bucket(&mut self, block: BlockId, node: Node) {
+        let bucket = self.bucket(node.hash);
+        if self.buckets[bucket] == block.0 {
+            self.buckets[bucket] = node.next_in_bucket;
+            return;
+        }
+        let mut at = self.buckets[bucket];
+        while self.node(at).next_in_bucket != block.0 {
+            at = self.node(at).next_in_bucket;
+        }
+        self.nodes[at as usize].next_in_bucket = node.next_in_bucket;
+    }
+
+    /// Remembers why a node is not found any more, as long as nothing else is remembered in its place.
+    pub(super) fn note_eviction(&mut self, block: BlockId, why: MissReason) {
+        let hash = self.node(block.0).hash;
+        let place = hash as usize % self.evicted.len();
+        self.evicted[place] = trace_of(hash) | if why == MissReason::Expired { EXPIRED } else { EVICTED };
+    }
+
+    /// Why the node that had this hash is not found, if that is remembered.
+    fn reason_for(&self, hash: u64) -> MissReason {
+        let trace = self.evicted[hash as usize % self.evicted.len()];
+        match trace.wrapping_sub(trace_of(hash)) {
+            EVICTED => MissReason::Evicted,
+            EXPIRED => MissReason::Expired,
+            _ => MissReason::Unseen,
+        }
+    }
+
+    /// Panics when links, buckets and counts disagree.
+    pub(super) fn assert_consistent(&self) {
+        let mut found = 0;
+        for (index, node) in self.nodes.iter().enumerate().filter(|(_, node)| node.parent != NONE) {
+            found += 1;
+            let block = BlockId(index as u32);
+            let mut children = *self.first_child(node.parent);
+            while children != NONE && children != block.0 {
+                children = self.node(children).next_sibling;
+            }
+            assert_eq!(children, block.0, "I6: {block:?} is not among its parent's children");
+            let twin = self.find(node.hash, node.parent, self.tokens_of(block));
+            assert_eq!(twin, Some(block), "I6: two nodes have the same parent and tokens");
+            if let Some(parent) = self.parent(block) {
+                assert!(self.is_registered(parent), "I6: the parent of {block:?} is not registered");
+            }
+            assert!(
+                node.prev_sibling == NONE || self.node(node.prev_sibling).next_sibling == block.0,
+                "I6: the siblings of {block:?} disagree"
+            );
+        }
+        assert_eq!(found, self.num_nodes, "I6: nodes are miscounted");
+        for (&namespace, &root) in &self.root_of {
+            assert_eq!(self.roots[root as usize].namespace, namespace, "I6: a root has two namespaces");
+            assert_ne!(self.roots[root as usize].first_child, NONE, "I6: a namespace without blocks is kept");
+        }
+    }
+}

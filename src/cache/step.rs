@@ -1,0 +1,268 @@
+//! The outstanding step: growth, copy-on-write, and the journal that undoes them.
+
+use crate::cache::block_table::BlockTable;
+use crate::cache::host_pool::HostSlot;
+use crate::cache::{BlockCopy, BlockSwap, KvCache};
+use crate::error::CacheError;
+use crate::ids::{BlockId, StepId, TableId};
+
+/// One change of the outstanding step, with what undoes it. Entries of tables released since are skipped.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Undo {
+    /// `len` tokens were in the table: those in `source` must outlive the step.
+    Copied {
+        table: TableId,
+        entry: u32,
+        source: BlockId,
+        len: u32,
+        registered: u32,
+        borrowed: Option<u32>,
+    },
+    Grown {
+        table: TableId,
+        num_blocks: u32,
+        len: u32,
+    },
+    /// The last device block of every table that holds it came from `slot`.
+    Returned {
+        block: BlockId,
+        slot: HostSlot,
+    },
+}
+
+impl KvCache {
+    /// Free blocks that `num_tokens` more tokens in `table` would take, and `lookahead` beyond them (capped at what the
+    /// table may grow to): new blocks, and one for the copy of a shared last block.
+    ///
+    /// # Errors
+    /// [`CacheError::UnknownTable`] when it was released.
+    pub fn blocks_needed(&self, table: TableId, num_tokens: u32, lookahead: u32) -> Result<u32, CacheError> {
+        let table = self.live(table)?;
+        let new = self.new_blocks(table, num_tokens, lookahead);
+        Ok(new + u32::from(num_tokens > 0 && self.copied_tail(table, new).is_some()))
+    }
+
+    fn new_blocks(&self, table: &BlockTable, num_tokens: u32, lookahead: u32) -> u32 {
+        self.target_blocks(table, num_tokens, lookahead).saturating_sub(table.num_blocks())
+    }
+
+    fn target_blocks(&self, table: &BlockTable, num_tokens: u32, lookahead: u32) -> u32 {
+        let layout = self.config.layout();
+        let len = table.len.saturating_add(num_tokens);
+        let written = layout.blocks_for(len);
+        let ahead = layout.blocks_for(len.saturating_add(lookahead));
+        written.max(ahead.min(table.max_blocks))
+    }
+
+    /// The entry of the block that the next token is written into, if it is partly filled.
+    fn partial_tail(&self, table: &BlockTable) -> Option<u32> {
+        let block_size = self.config.block_size();
+        (!table.len.is_multiple_of(block_size)).then_some(table.len / block_size)
+    }
+
+    /// The same, when that block is not this table's to write: others hold it too, or would after a rollback and have
+    /// more tokens in it.
+    fn shared_tail(&self, table: &BlockTable) -> Option<u32> {
+        let entry = self.partial_tail(table)?;
+        let block = *table.blocks.get(entry as usize)?;
+        (self.pool.ref_count(block) > 1 || self.is_left_longer(block, table.len)).then_some(entry)
+    }
+
+    /// The same, when the block is copied before the next token is written, as the table grows by `new` blocks. What the
+    /// prefix cache lent is copied, too, while a block is left for it: otherwise it is written in place, and forgotten.
+    fn copied_tail(&self, table: &BlockTable, new: u32) -> Option<u32> {
+        let spare = self.pool.num_available().saturating_sub(self.reserved);
+        let lent = || table.borrowed.filter(|_| spare > new);
+        self.shared_tail(table).or_else(lent)
+    }
+
+    /// Whether a table with more than `len` tokens left `block` by a copy of the outstanding step.
+    fn is_left_longer(&self, block: BlockId, len: u32) -> bool {
+        self.pool.is_pinned(block)
+            && self.journal.iter().any(|undo| {
+                matches!(*undo, Undo::Copied { source, len: left, .. } if source == block && left > len)
+            })
+    }
+
+    /// The partly filled last block of a table, when others hold it too.
+    pub(crate) fn shared_tail_block(&self, table: TableId) -> Option<BlockId> {
+        let table = self.live(table).ok()?;
+        self.shared_tail(table).map(|entry| table.blocks[entry as usize])
+    }
+
+    /// Whether a table's last block is the prefix cache's.
+    pub(crate) fn is_borrowing(&self, table: TableId) -> bool {
+        self.live(table).is_ok_and(|row| row.borrowed.is_some())
+    }
+
+    /// Whether a copy of the outstanding step still reads `block`.
+    pub(crate) fn is_pinned(&self, block: BlockId) -> bool {
+        self.pool.is_pinned(block)
+    }
+
+    // The outstanding step.
+
+    /// Starts a step; one that is outstanding is rolled back first.
+    pub(crate) fn begin_step(&mut self) -> StepId {
+        self.rollback_step();
+        self.last_step = StepId(self.last_step.0 + 1);
+        self.outstanding = true;
+        self.evict_expired();
+        self.last_step
+    }
+
+    /// Makes room for `num_tokens` more tokens and `lookahead` beyond them, and counts the tokens in. All or nothing.
+    pub(crate) fn grow(&mut self, table: TableId, num_tokens: u32, lookahead: u32) -> Result<(), CacheError> {
+        debug_assert!(self.outstanding, "a table grows only inside a step");
+        let before = self.idle(table)?;
+        if !before.host.is_empty() {
+            return Err(CacheError::SwappedOut { table, blocks: before.host.len() as u32 });
+        }
+        let (len, num_blocks) = (before.len, before.num_blocks());
+        let new = self.new_blocks(before, num_tokens, lookahead);
+        if self.config.layout().blocks_for(len.saturating_add(num_tokens)) > before.max_blocks {
+            let max_tokens = before.max_blocks * self.config.block_size();
+            return Err(CacheError::ExceedsTable { tokens: len.saturating_add(num_tokens), max_tokens });
+        }
+        let needed = self.blocks_needed(table, num_tokens, lookahead)?;
+        let available = self.pool.num_available();
+        if needed > available {
+            return Err(CacheError::NoFreeBlocks { needed, available });
+        }
+        if num_tokens > 0 {
+            self.make_tail_writable(table, new);
+        }
+        for _ in 0..new {
+            let Some(block) = self.take_block() else {
+                self.poison("the free list is shorter than its count");
+                break;
+            };
+            self.tables[table.row as usize].blocks.push(block);
+        }
+        self.journal.push(Undo::Grown { table, num_blocks, len });
+        let row = &mut self.tables[table.row as usize];
+        row.len += num_tokens;
+        row.in_step = true;
+        self.step_tables.push(table);
+        Ok(())
+    }
+
+    /// Sees to it that the block that the next token is written into is this table's alone.
+    fn make_tail_writable(&mut self, table: TableId, new: u32) {
+        let row = &self.tables[table.row as usize];
+        if let Some(entry) = self.copied_tail(row, new) {
+            self.copy_on_write(table, entry);
+        } else if let Some(entry) = self.partial_tail(row) {
+            let tail = row.blocks[entry as usize];
+            if self.pool.is_cached(tail) {
+                self.forget_from(tail);
+                self.tables[table.row as usize].mark_replaced(entry as usize);
+            }
+        }
+    }
+
+    fn copy_on_write(&mut self, table: TableId, entry: u32) {
+        let &BlockTable { ref blocks, len, registered, borrowed, .. } = &self.tables[table.row as usize];
+        let source = blocks[entry as usize];
+        let Some(destination) = self.take_block() else {
+            self.poison("the free list is shorter than its count");
+            return;
+        };
+        self.pool.pin(source);
+        self.release_block(source);
+        let row = &mut self.tables[table.row as usize];
+        row.blocks[entry as usize] = destination;
+        row.mark_replaced(entry as usize);
+        self.step_copies.push(BlockCopy { source: source.0, destination: destination.0 });
+        self.journal.push(Undo::Copied { table, entry, source, len, registered, borrowed });
+    }
+
+    /// Available blocks that are not to be spent on sparing the prefix cache's.
+    pub(crate) fn set_reserved(&mut self, blocks: u32) {
+        self.reserved = blocks;
+    }
+
+    /// Blocks that the outstanding step moves to the host pool.
+    pub(crate) fn step_swap_outs(&self) -> &[BlockSwap] {
+        &self.step_outs
+    }
+
+    /// Blocks that the outstanding step brings back.
+    pub(crate) fn step_swap_ins(&self) -> &[BlockSwap] {
+        &self.step_ins
+    }
+
+    /// Copies that the outstanding step has asked for.
+    pub(crate) fn step_copies(&self) -> &[BlockCopy] {
+        &self.step_copies
+    }
+
+    /// Entries that the device may not have: from this one to the end.
+    pub(crate) fn dirty_from(&self, table: TableId) -> u32 {
+        self.tables[table.row as usize].dirty_from
+    }
+
+    /// Whether `step` is the one outstanding.
+    pub(crate) fn is_outstanding(&self, step: StepId) -> bool {
+        self.outstanding && self.last_step == step
+    }
+
+    /// Accepts the outstanding step: its growth stands, and the device has its tables.
+    pub(crate) fn finish_step(&mut self) {
+        for table in self.step_tables.drain(..) {
+            let row = &mut self.tables[table.row as usize];
+            if row.live && row.generation == table.generation {
+                row.in_step = false;
+                row.dirty_from = row.blocks.len() as u32;
+            }
+        }
+        self.block_copies += self.step_copies.len() as u64;
+        self.swapped_out += self.step_outs.len() as u64;
+        self.swapped_in += self.step_ins.len() as u64;
+        let step = self.last_step;
+        if let Some(ended) = self.host.as_mut().map(|host| host.commit(step)) {
+            self.settle_transfer(ended);
+        }
+        self.end_step();
+    }
+
+    /// Undoes the outstanding step, if there is one (I12).
+    pub(crate) fn rollback_step(&mut self) {
+        while let Some(undo) = self.journal.pop() {
+            match undo {
+                Undo::Copied { table, entry, source, registered, borrowed, .. }
+                    if self.live(table).is_ok() =>
+                {
+                    self.pool.retain(source);
+                    let row = &mut self.tables[table.row as usize];
+                    let copy = std::mem::replace(&mut row.blocks[entry as usize], source);
+                    if self.pool.is_cached(source) {
+                        (row.registered, row.borrowed) = (registered, borrowed);
+                    }
+                    self.release_block(copy);
+                }
+                Undo::Grown { table, num_blocks, len } if self.live(table).is_ok() => {
+                    self.shrink(table, num_blocks);
+                    let row = &mut self.tables[table.row as usize];
+                    row.len = len;
+                    row.in_step = false;
+                }
+                Undo::Returned { block, slot } => self.undo_return(block, slot),
+                _ => {}
+            }
+        }
+        self.step_tables.clear();
+        self.drop_swap_outs();
+        self.end_step();
+    }
+
+    fn end_step(&mut self) {
+        self.journal.clear();
+        self.step_copies.clear();
+        self.step_outs.clear();
+        self.step_ins.clear();
+        self.pool.unpin_all();
+        self.outstanding = false;
+        self.trim_cached();
+    }
+}

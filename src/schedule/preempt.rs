@@ -1,0 +1,214 @@
+//! Preemption: how a sequence loses its blocks, and how it gets them back.
+//!
+//! A victim is swapped out, its blocks moved to the host pool by the outstanding step, or its blocks are given up and its
+//! tokens computed again. In the queue it keeps its place. A step that is dropped takes what it moved with it: then the
+//! tokens are computed again.
+
+use crate::ids::{SequenceId, TableId};
+use crate::schedule::request::{
+    Preemption, PreemptionMode, PreemptionReason, PrefixReport, Rates, StepEvent,
+};
+use crate::schedule::scheduler::{Index, Scheduler};
+use crate::schedule::sequence::State;
+use crate::schedule::step_plan::TransferReport;
+
+impl Scheduler {
+    /// How fast the machine is, for [`PreemptionMode::Auto`]. Rates that are not positive count as not known.
+    pub fn set_rates(&mut self, rates: Rates) {
+        let known = rates.swap_bytes_per_s > 0.0 && rates.prefill_tokens_per_s > 0.0;
+        self.rates = known.then_some(rates);
+    }
+
+    /// Takes note of transfers that the device part is done with
+    /// ([`PagedAttention::poll_transfers`](crate::PagedAttention::poll_transfers)): blocks that have arrived can come
+    /// back, and slots that were read are free. What did not arrive is computed again. Reports of dropped steps, and
+    /// repeated ones, are ignored; any order will do.
+    pub fn complete_transfers(&mut self, reports: &[TransferReport]) {
+        for report in reports {
+            self.cache.complete_transfers(report.step, report.complete);
+        }
+        if reports.iter().any(|report| !report.complete) {
+            self.count_losses();
+        }
+        if !reports.is_empty() {
+            self.releases += 1;
+        }
+    }
+
+    /// Sequences whose blocks in the host pool are lost have as much computed as their table still holds.
+    pub(super) fn count_losses(&mut self) {
+        for sequence in self.records.iter_mut().flatten() {
+            if let Some(table) = sequence.table.filter(|_| sequence.planned_rows == 0) {
+                let len = self.cache.len(table).unwrap_or(0);
+                sequence.computed = sequence.computed.min(len);
+                sequence.confirmed = sequence.confirmed.min(len);
+            }
+        }
+    }
+
+    /// Sequences whose blocks did not come back although their step was committed are computed again.
+    pub(super) fn restart_broken(&mut self) {
+        while let Some(table) = self.cache.take_broken_table() {
+            let Some(index) = self.record_of(table) else { continue };
+            self.release_table(index);
+            if self.get(index).state == State::Running {
+                self.requeue(index);
+            }
+        }
+    }
+
+    fn record_of(&self, table: TableId) -> Option<Index> {
+        self.records
+            .iter()
+            .position(|record| record.as_ref().is_some_and(|record| record.table == Some(table)))
+    }
+
+    /// Takes a sequence's blocks as part of the outstanding step, those apart that `requester` holds, too; a running one
+    /// goes back into the queue.
+    pub(super) fn evict(&mut self, index: Index, requester: Option<Index>) {
+        let running = self.get(index).state == State::Running;
+        let spared = requester.and_then(|requester| self.get(requester).table);
+        let (how, why) = self.give_up_blocks(index, spared);
+        if !running {
+            self.stats.reclaimed += 1;
+            return;
+        }
+        let sequence = self.get_mut(index);
+        sequence.preemptions += 1;
+        let sequence = sequence.id;
+        self.stats.preemptions += 1;
+        self.tell(StepEvent::Preempted { sequence, how, why });
+        self.requeue(index);
+    }
+
+    fn give_up_blocks(&mut self, index: Index, spared: Option<TableId>) -> (Preemption, PreemptionReason) {
+        let (swap, why) = self.prefers_swap(index, spared);
+        if let Some(table) = self.get(index).table.filter(|_| swap) {
+            if let Ok(blocks) = self.cache.swap_out(table, spared) {
+                self.releases += 1;
+                self.stats.swaps_out += 1;
+                return (Preemption::Swapped { blocks }, why);
+            }
+        }
+        let tokens = self.get(index).computed;
+        self.release_table(index);
+        (Preemption::Dropped { tokens }, why)
+    }
+
+    /// Moves what a victim held together with other victims to where its other blocks are.
+    pub(super) fn evict_rest(&mut self, index: Index, requester: Index) {
+        let spared = self.get(requester).table;
+        match self.get(index).table.filter(|&table| self.cache.host_blocks_of(table) > 0) {
+            Some(table) if self.cache.swap_out(table, spared).is_ok() => {}
+            _ => self.release_table(index),
+        }
+    }
+
+    /// Whether a victim is swapped out, and why or why not.
+    fn prefers_swap(&mut self, index: Index, spared: Option<TableId>) -> (bool, PreemptionReason) {
+        let mode = self.config.preemption;
+        if mode == PreemptionMode::Recompute {
+            return (false, PreemptionReason::Configured);
+        }
+        let Some(table) = self.get(index).table else { return (false, PreemptionReason::NothingToMove) };
+        let needed = self.cache.swappable_blocks(table, spared);
+        if needed == 0 {
+            return (false, PreemptionReason::NothingToMove);
+        }
+        let why = match (mode, self.rates) {
+            (PreemptionMode::Auto, Some(rates)) => self.compare(index, needed, rates),
+            (PreemptionMode::Auto, None) => PreemptionReason::NoRates,
+            _ => PreemptionReason::Configured,
+        };
+        if matches!(why, PreemptionReason::Rates { swap_s, recompute_s } if recompute_s < swap_s) {
+            return (false, why);
+        }
+        if self.get(index).state == State::Running {
+            self.make_host_room(needed, index);
+        }
+        let available = self.cache.free_host_blocks();
+        if needed > available {
+            return (false, PreemptionReason::HostPoolFull { needed, available });
+        }
+        (true, why)
+    }
+
+    /// Seconds that a victim costs either way.
+    fn compare(&self, index: Index, blocks: u32, rates: Rates) -> PreemptionReason {
+        let config = self.cache.config();
+        let sequence = self.get(index);
+        // What stays shared need not be computed again where it can be found.
+        let shared = (self.table_blocks(sequence) - blocks) * config.block_size();
+        let found = if self.cache.has_prefix_cache() { shared } else { 0 };
+        let tokens = sequence.computed.saturating_sub(found);
+        let bytes = 2.0 * f64::from(blocks) * config.bytes_per_block() as f64;
+        PreemptionReason::Rates {
+            swap_s: bytes / rates.swap_bytes_per_s,
+            recompute_s: f64::from(tokens) / rates.prefill_tokens_per_s,
+        }
+    }
+
+    /// Idle sequences give up their blocks in the host pool, least recently finished first, if that makes room.
+    fn make_host_room(&mut self, needed: u32, victim: Index) {
+        let idle = |scheduler: &Self| {
+            let on_host = |&&other: &&Index| {
+                let table = scheduler.get(other).table;
+                other != victim && table.is_some_and(|table| scheduler.cache.host_blocks_of(table) > 0)
+            };
+            scheduler.kept.iter().filter(on_host).copied().collect::<Vec<Index>>()
+        };
+        let blocks = |scheduler: &Self, index: Index| {
+            scheduler.get(index).table.map_or(0, |table| scheduler.cache.host_blocks_of(table))
+        };
+        let candidates = idle(self);
+        let most: u32 = candidates.iter().map(|&other| blocks(self, other)).sum();
+        if self.cache.free_host_blocks() >= needed || self.cache.free_host_blocks() + most < needed {
+            return;
+        }
+        for other in candidates {
+            if self.cache.free_host_blocks() >= needed {
+                return;
+            }
+            self.release_table(other);
+        }
+    }
+
+    /// Preempts sequences of lower classes for the first in line, if it cannot be let in otherwise and that lets it in.
+    /// Returns whether it did: then this step lets in nobody else (I9).
+    pub(super) fn displace(&mut self) -> bool {
+        let Some(&first) = self.waiting.front() else { return false };
+        let (priority, place) = (self.get(first).priority, self.get(first).place());
+        let is_lower = |scheduler: &Self, other: Index| {
+            let other = scheduler.get(other);
+            other.priority > priority && other.place() > place && !other.protected
+        };
+        if !self.is_overcommitted() || !self.running.iter().any(|&other| is_lower(self, other)) {
+            return false;
+        }
+        let table = self.get(first).table;
+        if table.is_some_and(|table| !self.cache.can_return(table)) {
+            return false;
+        }
+        let width: u32 = self.running.iter().map(|&other| self.get(other).width()).sum();
+        let excess = (width + self.get(first).width()).saturating_sub(self.max_running());
+        if excess > 0 {
+            let last = self.running.iter().rev().copied().find(|&other| is_lower(self, other));
+            let last = last.filter(|&last| self.get(last).width() >= excess);
+            last.inspect(|&last| self.evict(last, Some(first)));
+            return last.is_some();
+        }
+        self.match_prefix(first);
+        let needed = self.blocks_to_enter(first);
+        let displaced = self.missing_to(first, needed) > 0
+            && !self.can_reclaim(first, needed)
+            && self.displace_for(first, needed);
+        self.matched.index = None;
+        displaced
+    }
+
+    /// Which of a sequence's tokens the prefix cache had when it was last let in, and why not the others.
+    pub fn prefix_report(&self, sequence: impl Into<SequenceId>) -> Option<PrefixReport> {
+        let index = *self.by_id.get(&sequence.into())?;
+        Some(self.get(index).prefix)
+    }
+}
