@@ -1,22 +1,36 @@
-//! The `traffic` example: its allocator of extents, and the traffic that it makes.
+//! The `traffic` example: its allocator of extents, the traffic that it makes, and what it says of who serves it.
 #![allow(clippy::unwrap_used)]
 // Only a part of the example is looked at.
 #![allow(dead_code)]
 
 #[path = "../traffic/arrivals.rs"]
 mod arrivals;
+#[path = "../traffic/contiguous.rs"]
+mod contiguous;
 #[path = "../traffic/extents.rs"]
 mod extents;
 #[path = "../traffic/generator.rs"]
 mod generator;
+#[path = "../traffic/ledger.rs"]
+mod ledger;
+#[path = "../traffic/measure.rs"]
+mod measure;
+#[path = "../traffic/paging.rs"]
+mod paging;
 #[path = "../traffic/parameters.rs"]
 mod parameters;
+#[path = "../traffic/serve.rs"]
+mod serve;
+#[path = "../traffic/systems.rs"]
+mod systems;
 
 use extents::FirstFit;
 use generator::{Job, Traffic};
+use paged_kv::{CacheConfig, KvType, ModelShape};
 use parameters::*;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use systems::{Layout, Table};
 
 #[test]
 fn the_first_hole_that_is_large_enough_is_taken() {
@@ -132,5 +146,63 @@ fn a_turn_begins_with_everything_before_it() {
             assert_eq!(before[..common], day.jobs[branch].prompt_tokens()[..common]);
             assert_eq!(day.jobs[branch].parent.map(|(_, common)| common), Some(common as u32));
         }
+    }
+}
+
+#[test]
+fn documents_beside_the_chats_change_nothing_about_them() {
+    let chats = Traffic::generate(1, 4.0);
+    let both = Traffic::generate(1, 4.0).with_documents(1);
+    assert_eq!(chats.jobs, both.jobs[..chats.jobs.len()]);
+    let documents = &both.jobs[chats.jobs.len()..];
+    assert_eq!(documents.len() as u32, 2 * BATCH_DOCUMENTS);
+    assert!(documents.iter().all(|job| job.idle && job.prompt_len() + MAX_NEW_TOKENS <= LONG_CONTEXT));
+    assert!(both.arrivals.is_sorted());
+}
+
+#[test]
+fn what_two_requests_have_in_common_is_a_prefix_of_both() {
+    let day = Traffic::generate(1, 2.0);
+    let tokens = |job: &Job| {
+        let answer = job.answers[0];
+        let prompt = job.prompt_tokens().into_iter();
+        prompt.chain((0..answer.len).map(|index| answer.token(index))).collect::<Vec<_>>()
+    };
+    for (job, other) in day.jobs.iter().zip(day.jobs.iter().skip(1)) {
+        let common = job.common(other, 0) as usize;
+        assert_eq!(tokens(job)[..common], tokens(other)[..common]);
+    }
+    let turn = day.jobs.iter().find(|job| job.next.is_some()).unwrap();
+    let next = &day.jobs[turn.next.unwrap().1];
+    assert!(next.common(turn, 0) >= turn.prompt_len(), "a next turn begins with the turn before it");
+}
+
+/// A quarter of an hour in a pool of half the size, so that every policy is put to use.
+#[test]
+fn whoever_serves_everybody_is_answered_and_blocks_leave_nobody_outside_without_need() {
+    let shape = ModelShape { num_layers: 1, num_query_heads: 1, num_kv_heads: 1, head_dim: 32 };
+    let cache = CacheConfig::for_blocks(1024, &shape, KvType::F16)
+        .and_then(|cache| cache.with_max_sequences(MAX_SEQUENCES))
+        .and_then(|cache| cache.with_max_sequence_tokens(CONTEXT))
+        .unwrap();
+    let chats = Traffic::generate(1, 0.25);
+    let both = Traffic::generate(1, 0.25).with_documents(1);
+    let systems = systems::all(&cache);
+    let days = systems::serve_all(&chats, &both, &cache, &systems).unwrap();
+    for (system, day) in systems.iter().zip(&days) {
+        let name = system.name;
+        let traffic = if system.table == Table::Classes { &both } else { &chats };
+        let branches = traffic.jobs.iter().filter(|job| job.parent.is_some()).count() as u64;
+        let answered = day.finished + day.stopped + day.left;
+        let jobs = traffic.jobs.len() as u64;
+        // Whoever is left early does not ask again, nor is branched off.
+        assert!(answered <= jobs && answered + branches >= jobs, "{name:?}: {answered} of {jobs}");
+        let Layout::Blocks(policy) = system.layout else { continue };
+        let counters = day.counters;
+        assert_eq!(counters.refused_with_room, 0, "{name:?}");
+        assert_eq!(counters.preemptions > 0, system.overcommitted().is_some(), "{name:?}");
+        assert_eq!(counters.swaps_out > 0, policy.swaps(), "{name:?}");
+        assert_eq!(counters.hit_tokens > 0, policy.config.prefix_cache.is_some(), "{name:?}");
+        assert_eq!(day.over_day.steps, traffic.steps, "{name:?}");
     }
 }

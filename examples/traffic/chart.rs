@@ -20,11 +20,12 @@ type Panel<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 type Area = (&'static str, RGBColor, fn(&Sums) -> u64);
 
 /// From the bottom up. What is left on top is free.
-const AREAS: [Area; 5] = [
+const AREAS: [Area; 6] = [
     ("live tokens", RGBColor(38, 110, 166), |sums| sums.live),
     ("internal (last blocks)", RGBColor(214, 39, 40), |sums| sums.internal),
     ("reserved", RGBColor(244, 165, 92), |sums| sums.later + sums.never),
     ("held after the end", RGBColor(148, 190, 130), |sums| sums.ended),
+    ("cached, free to be taken", RGBColor(178, 205, 230), |sums| sums.cached),
     ("free, but not for the first in line", RGBColor(200, 200, 200), |sums| sums.external),
 ];
 
@@ -47,7 +48,7 @@ pub(crate) fn draw(
         |&(_, _, tokens): &Area| drawn.iter().any(|(_, day)| day.parts.iter().any(|part| tokens(part) > 0));
     draw_head(&head, &AREAS.into_iter().filter(seen).collect::<Vec<_>>())?;
     for (panel, (system, day)) in panels.split_evenly((drawn.len(), 1)).iter().zip(drawn) {
-        let title = format!("{}, {}", system.name[0], system.name[1]);
+        let title = system.name.join(", ");
         draw_panel(panel, &title, PEAK_HOUR - hours / 2.0, hours, day)?;
     }
     root.present()?;

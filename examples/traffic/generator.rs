@@ -55,6 +55,8 @@ pub(crate) struct Job {
     pub(crate) branch: Option<(u32, usize)>,
     /// What it branches off, and how many of its first tokens they have in common.
     pub(crate) parent: Option<(usize, u32)>,
+    /// Nobody waits for it.
+    pub(crate) idle: bool,
 }
 
 impl Job {
@@ -64,6 +66,22 @@ impl Job {
 
     pub(crate) fn prompt_tokens(&self) -> Vec<u32> {
         self.prompt.iter().flat_map(|&text| (0..text.len).map(move |index| text.token(index))).collect()
+    }
+
+    /// Tokens that two sequences have in common, at least: this prompt, and another one with a sample's answer.
+    pub(crate) fn common(&self, other: &Self, sample: usize) -> u32 {
+        let mut common = 0;
+        for (own, theirs) in self.prompt.iter().zip(other.prompt.iter().chain([&other.answers[sample]])) {
+            if own.source != theirs.source {
+                break;
+            }
+            common += own.len.min(theirs.len);
+            if own.len != theirs.len {
+                // One of the two may end there.
+                return common.saturating_sub(1);
+            }
+        }
+        common
     }
 
     /// Tokens that a sample's answer has in the end.
@@ -95,6 +113,24 @@ impl Traffic {
             traffic.arrivals.push((step, first));
         }
         traffic
+    }
+
+    /// The same chats, and batches of long documents beside them that nobody waits for.
+    pub(crate) fn with_documents(mut self, seed: u64) -> Self {
+        let mut random = ChaCha8Rng::seed_from_u64(seed);
+        random.set_stream(1);
+        let between = HOURS_BETWEEN_BATCHES * STEPS_PER_SECOND * 3600;
+        for step in (between.min(self.steps) / 2..self.steps).step_by(between as usize) {
+            for _ in 0..BATCH_DOCUMENTS {
+                let tokens = DOCUMENT.tokens(&mut random, LONG_CONTEXT - MAX_NEW_TOKENS);
+                let document = self.text(tokens, false);
+                let job = self.draw_job(&mut random, vec![document], 1, None);
+                self.jobs[job].idle = true;
+                self.arrivals.push((step, job));
+            }
+        }
+        self.arrivals.sort_unstable();
+        self
     }
 
     /// Tokens that would be resident on average, over the day and in its busiest hour, if every turn were answered at
@@ -190,7 +226,7 @@ impl Traffic {
             })
             .collect();
         let (stop_after, leave_after, next, branch) = (None, None, None, None);
-        self.jobs.push(Job { prompt, answers, stop_after, leave_after, next, branch, parent });
+        self.jobs.push(Job { prompt, answers, stop_after, leave_after, next, branch, parent, idle: false });
         self.jobs.len() - 1
     }
 

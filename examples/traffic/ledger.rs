@@ -1,13 +1,68 @@
-//! What paging has set aside, and whether anybody was left outside without need.
+//! What paging has set aside for nothing, and whether anybody was left outside without need.
 //!
-//! The scheduler says neither, so both are reckoned here from lengths alone. Where sharing makes a need smaller than
-//! what lengths say, the larger figure counts: what is found wrong is wrong.
+//! The scheduler says neither, so both are reckoned here, from lengths and from what requests have in common. Where the
+//! need might be smaller than that says, the larger figure counts: what is found wrong is wrong.
 
-use paged_kv::{Admission, CacheConfig, Scheduler, SchedulerConfig, SequenceId};
+use paged_kv::{Admission, Namespace, PreemptionMode, Scheduler, SchedulerConfig, SequenceId};
 
 use crate::generator::Job;
-use crate::paging::{Live, Progress};
+use crate::paging::{Crowd, Live};
 use crate::parameters::MAX_NEW_TOKENS;
+
+/// The first in line, and what it found when a step was planned that had rows left and did not let it in.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Door {
+    first: SequenceId,
+    /// Blocks that can be taken, cached ones among them.
+    available: u32,
+    /// Blocks that are promised, held ones among them.
+    promised: u32,
+    /// Blocks of its beginning that somebody who runs holds: to be shared.
+    shared: u32,
+    /// Somebody who runs is computing more of its beginning.
+    has_twin: bool,
+}
+
+impl Door {
+    /// Before the step is committed: blocks return and are found by others when it is.
+    pub(crate) fn look(
+        jobs: &[Job],
+        crowd: &Crowd,
+        scheduler: &Scheduler,
+        promised: u32,
+        has_cache: bool,
+    ) -> Option<Self> {
+        let &(_, first) = crowd.line.first()?;
+        let available = scheduler.cache().free_blocks();
+        let mut door = Self { first, available, promised, shared: 0, has_twin: false };
+        let tokens = scheduler.tokens(first)?;
+        if !has_cache || scheduler.computed_tokens(first) != Some(0) {
+            return Some(door);
+        }
+        let found = scheduler.cache().find_prefix(&Namespace::default(), tokens);
+        let block_size = scheduler.cache().config().block_size();
+        let job = &jobs[crowd.find(first.request()).job];
+        for &other in &crowd.running {
+            let theirs = &jobs[crowd.find(other.request()).job];
+            let len = scheduler.tokens(other).map_or(0, <[_]>::len) as u32;
+            let computed = scheduler.computed_tokens(other).unwrap_or(0);
+            let common = job.common(theirs, other.sample() as usize);
+            door.has_twin |= len > computed + 1 && common.min(len) / block_size > found / block_size;
+            door.shared = door.shared.max(common.min(computed).min(found) / block_size);
+        }
+        Some(door)
+    }
+
+    /// Whether the first in line waits for somebody who computes what it needs, rather than for memory.
+    pub(crate) fn waits_for_twin(&self, crowd: &Crowd) -> bool {
+        self.has_twin && self.stands(crowd)
+    }
+
+    /// Whether the step let nobody in.
+    fn stands(&self, crowd: &Crowd) -> bool {
+        crowd.line.first().is_some_and(|&(_, first)| first == self.first)
+    }
+}
 
 #[derive(Debug)]
 pub(crate) struct Ledger {
@@ -26,61 +81,54 @@ impl Ledger {
         self.refused_with_room
     }
 
-    /// Tokens that free blocks are promised to: those that will come, and those that never will.
-    pub(crate) fn promised(&self, jobs: &[Job], live: &[Live], cache: &CacheConfig) -> (u64, u64) {
+    /// Tokens that free blocks are promised to, and that will never come.
+    pub(crate) fn never_used(&self, jobs: &[Job], crowd: &Crowd, scheduler: &Scheduler) -> u64 {
         if self.config.admission != Admission::Guaranteed {
-            return (0, 0);
+            return 0;
         }
-        let layout = cache.layout();
-        let (mut later, mut never) = (0, 0);
-        for (job, samples) in
-            live.iter().filter(|live| is_in(live)).map(|live| (&jobs[live.job], &live.samples))
-        {
+        let layout = scheduler.cache().config().layout();
+        let never = |live: &Live, sample: usize| {
+            let job = &jobs[live.job];
             let most = layout.blocks_for(job.prompt_len() + MAX_NEW_TOKENS);
-            let shared = job.prompt_len() / layout.block_size;
-            for (place, progress) in samples.iter().enumerate() {
-                let Some(progress) = progress else { continue };
-                let held = layout.blocks_for(progress.computed);
-                let held = if place > 0 { held.max(shared) } else { held };
-                let last = layout.blocks_for(job.prompt_len() + job.answer_len(place) - 1).max(held);
-                later += last - held;
-                never += most - last;
-            }
-        }
-        (u64::from(later * layout.block_size), u64::from(never * layout.block_size))
+            // The last token of an answer is never computed.
+            most - layout.blocks_for(job.prompt_len() + job.answer_len(sample) - 1)
+        };
+        let promised = crowd.live.iter().filter(|live| live.promised).flat_map(|live| {
+            let samples = live.samples.iter().enumerate().filter(|(_, preemptions)| preemptions.is_some());
+            samples.map(move |(sample, _)| never(live, sample))
+        });
+        u64::from(promised.sum::<u32>() * layout.block_size)
     }
 
-    /// Looks at a step that let nobody else in although rows were left: `free` blocks were free when it was planned.
-    pub(crate) fn check(&mut self, jobs: &[Job], live: &[Live], scheduler: &Scheduler, free: u32) {
-        // Who is first in line has not moved, or has just lost its blocks. A branch that waits holds some; it is left out.
-        let stands = |live: &Live, sample: u32| {
-            let now = scheduler.computed_tokens(live.id.sample(sample));
-            live.samples[sample as usize]
-                .is_some_and(|progress| now == Some(progress.before) || now == Some(0))
-        };
-        let standing = |live: &&Live| (0..live.samples.len() as u32).any(|sample| stands(live, sample));
-        let Some(first) = live.iter().find(standing) else { return };
-        let Some(sample) = (0..first.samples.len() as u32).find(|&sample| stands(first, sample)) else {
-            return;
-        };
-        let id = first.id.sample(sample);
-        if scheduler.computed_tokens(id) != Some(0) || self.counted == Some(id) {
+    /// Judges a step that left somebody at the door: nobody was preempted for it. With `arriving`, blocks are on their
+    /// way to the host pool.
+    pub(crate) fn check(
+        &mut self,
+        jobs: &[Job],
+        crowd: &Crowd,
+        scheduler: &Scheduler,
+        door: &Door,
+        arriving: bool,
+    ) {
+        let waits_for_transfer = arriving && scheduler.computed_tokens(door.first) != Some(0);
+        if !door.stands(crowd) || door.has_twin || waits_for_transfer || self.counted == Some(door.first) {
             return;
         }
         let fits = match self.config.admission {
-            Admission::Guaranteed => self.promise_fits(jobs, live, first, scheduler.cache().config()),
+            Admission::Guaranteed => Self::promise_fits(jobs, crowd, scheduler, door),
             Admission::Overcommitted { watermark_blocks } => {
-                self.fits(live, id, scheduler, free.saturating_sub(watermark_blocks))
+                self.needs(jobs, crowd, scheduler, door) + watermark_blocks <= door.available
             }
         };
         if fits {
-            self.counted = Some(id);
+            self.counted = Some(door.first);
             self.refused_with_room += 1;
         }
     }
 
-    fn promise_fits(&self, jobs: &[Job], live: &[Live], first: &Live, cache: &CacheConfig) -> bool {
-        let layout = cache.layout();
+    /// Whether its promise fits beside those that others have: by what the scheduler says of them, or by their lengths.
+    fn promise_fits(jobs: &[Job], crowd: &Crowd, scheduler: &Scheduler, door: &Door) -> bool {
+        let layout = scheduler.cache().config().layout();
         let need = |live: &Live| {
             let job = &jobs[live.job];
             let full = job.prompt_len() / layout.block_size;
@@ -88,34 +136,38 @@ impl Ledger {
             // One more for the copy of a block shared with a branch's parent.
             full + live.samples.len() as u32 * (most - full) + u32::from(job.parent.is_some())
         };
-        let promised: u32 = live.iter().filter(|live| is_in(live)).map(need).sum();
-        promised + need(first) <= cache.num_blocks()
+        let first = crowd.find(door.first.request());
+        let of_others: u32 = crowd.live.iter().filter(|live| live.promised).map(need).sum();
+        let said = door.promised + need(first) - door.shared;
+        said.min(of_others + need(first)) <= scheduler.cache().config().num_blocks()
     }
 
-    fn fits(&self, live: &[Live], id: SequenceId, scheduler: &Scheduler, free: u32) -> bool {
+    /// Blocks that must be available to let the first in line in, the watermark apart.
+    fn needs(&self, jobs: &[Job], crowd: &Crowd, scheduler: &Scheduler, door: &Door) -> u32 {
         let layout = scheduler.cache().config().layout();
-        let all = || {
-            live.iter().filter(|live| live.started).flat_map(|live| {
-                (0..).zip(&live.samples).map(move |(sample, progress)| (live, sample, progress))
-            })
+        let lengths = |sequence: SequenceId| {
+            let live = crowd.find(sequence.request());
+            let preemptions = live.samples[sequence.sample() as usize].unwrap_or(0);
+            let at_bound = preemptions >= self.config.max_preemptions;
+            let len = scheduler.tokens(sequence).map_or(0, <[_]>::len) as u32;
+            let computed = scheduler.computed_tokens(sequence).unwrap_or(0);
+            let most = jobs[live.job].prompt_len() + MAX_NEW_TOKENS;
+            (len, computed, at_bound.then_some(most))
         };
-        // What is reserved for those that may not be preempted any more is not known from outside.
-        let at_bound = |progress: &Progress| progress.preemptions >= self.config.max_preemptions;
-        if all().any(|(_, _, progress)| progress.as_ref().is_some_and(at_bound)) {
-            return false;
-        }
-        let len = |id: SequenceId| scheduler.tokens(id).map_or(0, <[_]>::len) as u32;
-        let owed = |(live, sample, _): (&Live, u32, _)| {
-            let id = live.id.sample(sample);
-            let computed = scheduler.computed_tokens(id).unwrap_or(0);
-            let reads = computed > 0 && len(id) - computed > 1;
-            if reads { layout.blocks_for(len(id)) - layout.blocks_for(computed) } else { 0 }
+        let owed = |&sequence: &SequenceId| {
+            let (len, computed, bound) = lengths(sequence);
+            match bound {
+                // One more for the copy of a block that is shared.
+                Some(most) => layout.blocks_for(most) - layout.blocks_for(computed) + 1,
+                None if len > computed + 1 => layout.blocks_for(len) - layout.blocks_for(computed),
+                None => 0,
+            }
         };
-        layout.blocks_for(len(id)) + all().map(owed).sum::<u32>() <= free
+        let (len, computed, bound) = lengths(door.first);
+        // What is computed of one that waits may be in the host pool, and comes back as a whole. A branch shares it otherwise.
+        let moves = self.config.preemption != PreemptionMode::Recompute;
+        let held = if moves { 0 } else { computed / layout.block_size };
+        let own = layout.blocks_for(bound.unwrap_or(len)) - held.max(door.shared);
+        own + crowd.running.iter().map(owed).sum::<u32>()
     }
-}
-
-/// Whether it was let in.
-fn is_in(live: &Live) -> bool {
-    live.started && live.samples.iter().flatten().any(|progress| progress.computed > 0)
 }

@@ -1,4 +1,5 @@
-//! A day of chat traffic, served by one pool laid out in different ways: extents, and blocks.
+//! A day of chat traffic, served by one pool laid out in different ways: extents, blocks, and blocks shared
+//! through the prefix cache.
 //!
 //! ```text
 //! cargo run --release --example traffic
@@ -32,7 +33,7 @@ use parameters::{CONTEXT, MAX_ANSWERS, MAX_SEQUENCES, POOL_TOKENS};
 /// The model that the pool is for, Llama 3 8B: it gives the bytes their size, and nothing else.
 const SHAPE: ModelShape = ModelShape { num_layers: 32, num_query_heads: 32, num_kv_heads: 8, head_dim: 128 };
 
-/// Serves a day of made-up chat traffic from one pool of keys and values, laid out in extents and in blocks.
+/// Serves a day of made-up chat traffic from one pool of keys and values, laid out in extents, in blocks, and in shared blocks.
 #[derive(Debug, Parser)]
 #[command(name = "traffic")]
 struct Options {
@@ -56,7 +57,7 @@ struct Options {
     #[arg(long, value_name = "FILE", default_value = "target/traffic.svg")]
     svg: PathBuf,
 
-    /// Print one JSON object per layout instead of the tables.
+    /// Print one JSON object per layout and policy instead of the tables.
     #[arg(long)]
     json: bool,
 }
@@ -78,7 +79,8 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
         println!("{}\n", report::stated(options.seed, options.hours, &traffic, &cache));
     }
     let systems = systems::all(&cache);
-    let records = systems::serve_all(&traffic, &cache, &systems)?;
+    let with_documents = Traffic::generate(options.seed, options.hours).with_documents(options.seed);
+    let records = systems::serve_all(&traffic, &with_documents, &cache, &systems)?;
     if options.json {
         report::print_json(&systems, &records);
     } else {

@@ -12,8 +12,10 @@ pub(crate) struct PoolUse {
     pub(crate) later: u64,
     /// Set aside for tokens that will never come: declared, but more than the answer has in the end.
     pub(crate) never: u64,
-    /// Tokens of sequences that have ended.
+    /// Tokens of sequences that have ended, in memory that nobody else may take.
     pub(crate) ended: u64,
+    /// In blocks of nobody's, whose tokens are known, should somebody ask for them; free to be taken.
+    pub(crate) cached: u64,
     /// Slots that would be taken if nothing were shared.
     pub(crate) unshared: u64,
     /// Slots in sequences' blocks or extents.
@@ -28,9 +30,14 @@ impl PoolUse {
         self.capacity - self.taken()
     }
 
-    /// Free, but of no use to the first in line.
+    /// Free, cached blocks included, but of no use to the first in line.
     pub(crate) fn external(&self) -> u64 {
         if self.waiting { self.free() } else { 0 }
+    }
+
+    /// Cached, and in nobody's way.
+    fn cached(&self) -> u64 {
+        if self.waiting { 0 } else { self.cached }
     }
 
     fn taken(&self) -> u64 {
@@ -48,6 +55,7 @@ pub(crate) struct Sums {
     pub(crate) later: u64,
     pub(crate) never: u64,
     pub(crate) ended: u64,
+    pub(crate) cached: u64,
     pub(crate) external: u64,
     pub(crate) unshared: u64,
     pub(crate) held: u64,
@@ -63,6 +71,7 @@ impl Sums {
         self.later += steps * pool.later;
         self.never += steps * pool.never;
         self.ended += steps * pool.ended;
+        self.cached += steps * pool.cached();
         self.external += steps * pool.external();
         self.unshared += steps * pool.unshared;
         self.held += steps * pool.held;
@@ -107,7 +116,17 @@ pub(crate) struct Counters {
     pub(crate) prompt_tokens: u64,
     pub(crate) copied_tokens: u64,
     pub(crate) preemptions: u64,
+    /// Those of jobs that nobody waits for.
+    pub(crate) idle_preemptions: u64,
     pub(crate) recomputed_tokens: u64,
+    /// Sequences moved to the host pool, and back.
+    pub(crate) swaps_out: u64,
+    pub(crate) swaps_in: u64,
+    /// Both ways.
+    pub(crate) moved_bytes: u64,
+    /// Tokens found in the prefix cache, of those looked for.
+    pub(crate) hit_tokens: u64,
+    pub(crate) wanted_tokens: u64,
 }
 
 /// One layout's day.
@@ -122,7 +141,8 @@ pub(crate) struct Record {
     pub(crate) residents_peak: u64,
     /// Steps until the last answer ended.
     pub(crate) steps: u64,
-    pub(crate) first_token_steps: Vec<u64>,
+    /// Of chats, and of jobs that nobody waits for.
+    pub(crate) first_token_steps: [Vec<u64>; 2],
     pub(crate) finished: u64,
     pub(crate) stopped: u64,
     pub(crate) left: u64,
@@ -140,7 +160,7 @@ impl Record {
             parts: vec![Sums::default(); Self::PARTS as usize],
             residents_peak: 0,
             steps: 0,
-            first_token_steps: Vec::new(),
+            first_token_steps: Default::default(),
             finished: 0,
             stopped: 0,
             left: 0,
@@ -163,11 +183,20 @@ impl Record {
         }
     }
 
-    /// Steps to the first token that `share` of those asking did not exceed.
+    /// Steps to the first token that `share` of the chats did not exceed.
     pub(crate) fn first_token(&self, share: f64) -> u64 {
-        let mut steps = self.first_token_steps.clone();
-        steps.sort_unstable();
-        let place = (steps.len() as f64 * share) as usize;
-        steps.get(place.min(steps.len().saturating_sub(1))).copied().unwrap_or(0)
+        quantile(&self.first_token_steps[0], share)
     }
+
+    /// And of the jobs that nobody waits for.
+    pub(crate) fn idle_first_token(&self, share: f64) -> u64 {
+        quantile(&self.first_token_steps[1], share)
+    }
+}
+
+fn quantile(steps: &[u64], share: f64) -> u64 {
+    let mut steps = steps.to_vec();
+    steps.sort_unstable();
+    let place = (steps.len() as f64 * share) as usize;
+    steps.get(place.min(steps.len().saturating_sub(1))).copied().unwrap_or(0)
 }

@@ -1,5 +1,6 @@
 //! What a day of traffic is made of. Fixed before the first measurement, and printed before each.
 
+use paged_kv::Rates;
 use rand::Rng;
 use rand_distr::{Distribution, LogNormal};
 
@@ -52,6 +53,23 @@ pub(crate) const STEP_TOKENS: u32 = 512;
 pub(crate) const MAX_SEQUENCES: u32 = 256;
 /// Size of the pool in tokens where nothing else is asked for: 4 GiB at 128 KiB per token, Llama 3 8B's in f16.
 pub(crate) const POOL_TOKENS: u32 = 32_768;
+
+/// Steps after which the device has reported what a step has moved.
+pub(crate) const TRANSFER_STEPS: u64 = 2;
+/// What the machine is said to do, for the choice between moving blocks and computing tokens again: a step's tokens in a
+/// step's time, and half of what eight lanes of PCIe 4.0 move.
+pub(crate) const RATES: Rates =
+    Rates { swap_bytes_per_s: 8e9, prefill_tokens_per_s: (STEP_TOKENS as u64 * STEPS_PER_SECOND) as f64 };
+
+/// Jobs beside the chats, where classes of priority are compared: so many documents at a time are to be summarised.
+pub(crate) const HOURS_BETWEEN_BATCHES: u64 = 2;
+pub(crate) const BATCH_DOCUMENTS: u32 = 16;
+/// Documents, in tokens.
+pub(crate) const DOCUMENT: Lognormal = Lognormal { mean: 8192.0, sigma: 0.5 };
+/// The model's context there.
+pub(crate) const LONG_CONTEXT: u32 = 16_384;
+/// An hour: how far a class stands behind the one above it where that is compared with the default.
+pub(crate) const AGEING_STEPS: u32 = 3600 * STEPS_PER_SECOND as u32;
 
 /// A lognormal distribution by its mean, and the deviation of its logarithm.
 #[derive(Clone, Copy, Debug)]
@@ -106,6 +124,17 @@ pub(crate) fn stated() -> String {
             100.0 * LEAVE,
         ),
         format!("{STEPS_PER_SECOND} steps a second, of at most {STEP_TOKENS} tokens and {MAX_SEQUENCES} sequences"),
+        format!(
+            "where blocks are moved: a host pool of the pool's size, reports after {TRANSFER_STEPS} steps, {:.0} GB/s, \
+             {:.0} prompt tokens a second",
+            RATES.swap_bytes_per_s / 1e9,
+            RATES.prefill_tokens_per_s,
+        ),
+        format!(
+            "where classes are compared: {BATCH_DOCUMENTS} documents more every {HOURS_BETWEEN_BATCHES} hours (lognormal, \
+             mean {} tokens, sigma {}), to be summarised as idle jobs; context {LONG_CONTEXT} tokens",
+            DOCUMENT.mean, DOCUMENT.sigma,
+        ),
     ]
     .join("\n")
 }

@@ -119,7 +119,8 @@ impl People<'_> {
     fn read(&mut self, server: &mut dyn Server, job: usize, now: u64) {
         let progress = &mut self.progress[job];
         if progress.tokens == 0 {
-            self.record.first_token_steps.push(now - progress.asked_at.unwrap_or(now));
+            let class = usize::from(self.jobs[job].idle);
+            self.record.first_token_steps[class].push(now - progress.asked_at.unwrap_or(now));
         }
         progress.tokens += 1;
         let tokens = progress.tokens;
