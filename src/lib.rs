@@ -4,6 +4,9 @@
     doc = "The host core of `paged-kv`: cache, scheduler and CPU twins, without wgpu."
 )]
 
+#[macro_use]
+mod faults;
+
 mod cache;
 mod config;
 mod error;
@@ -26,6 +29,10 @@ pub use schedule::{
     Rates, Request, RowResult, Schedule, Scheduler, SchedulerConfig, SchedulerStats, SplitConfig,
     StepBuilder, StepEvent, StepPlan, TableChange, TransferReport, VictimPolicy, WaitReason, WorkSplit,
 };
+
+#[cfg(feature = "faults")]
+#[doc(hidden)]
+pub use faults::Fault;
 
 #[cfg(feature = "wgpu")]
 pub use error::{BindError, DeviceError, PrepareError, RecordError};

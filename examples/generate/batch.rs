@@ -8,16 +8,16 @@ use std::{
 use llama::{
     attention::shape_of,
     config::Config,
-    engine::{Engine, Event, Prompt, SessionOptions},
+    engine::{Engine, Event, Prompt, SessionOptions, check_host_pool},
     error::{LoadError, RunError},
     sample::Sampler,
     tokenizer::Tokenizer,
 };
-use paged_kv::{CacheConfig, Scheduler, SchedulerConfig};
+use paged_kv::{CacheConfig, PrefixCacheConfig, Scheduler, SchedulerConfig};
 
 use crate::{
     Failure,
-    options::{Admission, Options},
+    options::{Admission, Options, Preempt, Switch},
     output::{TextPrinter, outcome_json, stats_json, stats_text},
 };
 
@@ -67,6 +67,7 @@ impl<'a> Batch<'a> {
                 return Err(Failure::input(message));
             }
         }
+        check_priorities(options, token_lists.len())?;
         let prompts = token_lists.into_iter().zip(0..).map(|(tokens, index)| Prompt {
             index,
             max_new_tokens: match (options.max_new, forced_tokens.len()) {
@@ -82,6 +83,7 @@ impl<'a> Batch<'a> {
             stop_tokens: if forced_tokens.is_empty() { end_tokens.clone() } else { Vec::new() },
             forced_tokens: forced_tokens.to_vec(),
             keep: false,
+            priority: options.priority(index as usize),
         });
         let prompts: Vec<Prompt> = prompts.collect();
         let longest = |prompt: &Prompt| (prompt.tokens.len() as u32).saturating_add(prompt.max_new_tokens);
@@ -168,6 +170,15 @@ fn read_texts(options: &Options) -> Result<Vec<String>, Failure> {
     Ok(texts)
 }
 
+/// Every priority has a prompt.
+pub(crate) fn check_priorities(options: &Options, num_prompts: usize) -> Result<(), Failure> {
+    let given = options.priorities.len();
+    if given > num_prompts.max(1) {
+        return Err(Failure::input(format!("--priority was given {given} times for {num_prompts} prompts")));
+    }
+    Ok(())
+}
+
 fn prompt_line(line: &str) -> serde_json::Result<String> {
     if line.starts_with('"') { serde_json::from_str(line) } else { Ok(line.to_owned()) }
 }
@@ -201,6 +212,9 @@ pub(crate) fn session_options(
             with_blocks(u32::try_from(blocks).unwrap_or(u32::MAX)).map_err(config_error)?
         }
     };
+    let host_blocks = host_blocks(options, cache.num_blocks())?;
+    let cache = cache.with_host_blocks(host_blocks).map_err(config_error)?;
+    check_host_pool(&cache)?;
     let admission = match options.admission {
         Admission::Guaranteed => paged_kv::Admission::Guaranteed,
         Admission::Overcommitted => {
@@ -213,9 +227,27 @@ pub(crate) fn session_options(
             step_tokens: options.step_tokens,
             max_running: Some(max_running),
             admission,
+            prefix_cache: (options.prefix_cache == Switch::On).then(PrefixCacheConfig::default),
+            preemption: options.preempt.into(),
+            victims: options.victim.into(),
             ..Default::default()
         },
         sampler: Sampler { temperature: options.temperature, seed: options.seed },
         top_logits: options.top_logits,
+        rates: None,
     })
+}
+
+/// Blocks of the host pool beside a pool of `num_blocks`.
+fn host_blocks(options: &Options, num_blocks: u32) -> Result<u32, Failure> {
+    match (options.preempt, options.host_blocks) {
+        (Preempt::Recompute, None | Some(0)) => Ok(0),
+        (Preempt::Recompute, Some(_)) => {
+            Err(Failure::input("--host-blocks has no meaning without --preempt swap or auto"))
+        }
+        (Preempt::Swap | Preempt::Auto, Some(0)) => {
+            Err(Failure::input("--preempt swap and auto need at least one block: --host-blocks is 0"))
+        }
+        (Preempt::Swap | Preempt::Auto, given) => Ok(given.unwrap_or(num_blocks)),
+    }
 }

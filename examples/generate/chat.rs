@@ -16,7 +16,7 @@ use paged_kv::{FinishReason, SequenceId};
 
 use crate::{
     Failure,
-    batch::{DEFAULT_MAX_NEW, session_options},
+    batch::{DEFAULT_MAX_NEW, check_priorities, session_options},
     options::Options,
     output::{TextPrinter, outcome_json, stats_json, stats_text},
 };
@@ -47,6 +47,7 @@ impl<'a> Chat<'a> {
         file: &GgufFile,
         tokenizer: Tokenizer,
     ) -> Result<Self, Failure> {
+        check_priorities(options, 1)?;
         let session = session_options(options, config, &[(config.context_len.min(DEFAULT_TOKENS), 1)])?;
         Ok(Self { options, format: ChatFormat::read(file)?, tokenizer, session })
     }
@@ -98,6 +99,7 @@ impl<'a> Chat<'a> {
             stop_tokens: self.tokenizer.end_tokens().to_vec(),
             forced_tokens: Vec::new(),
             keep: true,
+            priority: self.options.priority(0),
         })
     }
 

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Parser, ValueEnum};
-use paged_kv::KvType;
+use paged_kv::{KvType, PreemptionMode, VictimPolicy};
 
 /// Generates text with a Llama-architecture model whose keys and values live in a paged pool on the GPU.
 ///
@@ -69,6 +69,28 @@ pub(crate) struct Options {
     #[arg(long, value_enum, default_value = "overcommitted")]
     pub(crate) admission: Admission,
 
+    /// How a sequence whose blocks were taken gets them back: `recompute` computes its tokens again, `swap` moves its
+    /// blocks to main memory and back, `auto` does whichever takes less time by rates that it measures.
+    #[arg(long, value_enum, default_value = "recompute")]
+    pub(crate) preempt: Preempt,
+
+    /// Blocks of the host pool, where `--preempt swap` and `auto` move blocks to; as many as the pool has unless given.
+    #[arg(long, value_name = "N")]
+    pub(crate) host_blocks: Option<u32>,
+
+    /// Whether computed blocks are found again by later prompts that begin with the same tokens.
+    #[arg(long, value_enum, default_value = "off")]
+    pub(crate) prefix_cache: Switch,
+
+    /// Whose blocks are taken when a sequence needs one and none is free.
+    #[arg(long, value_enum, default_value = "lowest-priority")]
+    pub(crate) victim: Victim,
+
+    /// Who goes first. May be given several times, once for each prompt in the order --prompt, --prompts, --prompt-ids;
+    /// the last one counts for all the rest.
+    #[arg(long = "priority", value_enum, default_value = "normal")]
+    pub(crate) priorities: Vec<Priority>,
+
     /// Most sequences at a time; as many as there are, up to 64, unless given.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_running: Option<u32>,
@@ -96,6 +118,14 @@ pub(crate) struct Options {
     /// Print statistics at the end.
     #[arg(long)]
     pub(crate) stats: bool,
+}
+
+impl Options {
+    /// The priority of prompt `index`.
+    pub(crate) fn priority(&self, index: usize) -> paged_kv::Priority {
+        let last = self.priorities.last();
+        self.priorities.get(index).or(last).map_or(paged_kv::Priority::default(), |&priority| priority.into())
+    }
 }
 
 /// Token ids separated by commas.
@@ -129,8 +159,73 @@ impl From<Kv> for KvType {
 pub(crate) enum Admission {
     /// A sequence is let in when the pool can hold it at its longest.
     Guaranteed,
-    /// A sequence is let in when it fits now; if the pool runs out, some are set aside and computed again.
+    /// A sequence is let in when it fits now; if the pool runs out, some are set aside until there is room again.
     Overcommitted,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Preempt {
+    /// Its tokens are computed again.
+    Recompute,
+    /// Its blocks are moved to main memory and back.
+    Swap,
+    /// Whichever takes less time.
+    Auto,
+}
+
+impl From<Preempt> for PreemptionMode {
+    fn from(preempt: Preempt) -> Self {
+        match preempt {
+            Preempt::Recompute => Self::Recompute,
+            Preempt::Swap => Self::Swap,
+            Preempt::Auto => Self::Auto,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Switch {
+    On,
+    Off,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum Victim {
+    /// The sequence that needs the block gives up its own.
+    Requester,
+    /// The last in line of those behind it.
+    LowestPriority,
+    /// Whoever has the fewest tokens to lose.
+    LeastLost,
+}
+
+impl From<Victim> for VictimPolicy {
+    fn from(victim: Victim) -> Self {
+        match victim {
+            Victim::Requester => Self::Requester,
+            Victim::LowestPriority => Self::LowestPriority,
+            Victim::LeastLost => Self::LeastLost,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum Priority {
+    /// Somebody is watching.
+    Interactive,
+    Normal,
+    /// Whenever nothing else needs the device.
+    Idle,
+}
+
+impl From<Priority> for paged_kv::Priority {
+    fn from(priority: Priority) -> Self {
+        match priority {
+            Priority::Interactive => Self::Interactive,
+            Priority::Normal => Self::Normal,
+            Priority::Idle => Self::Idle,
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

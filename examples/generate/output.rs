@@ -10,7 +10,7 @@ use llama::{
     sample::TopLogits,
     tokenizer::{TextStream, Tokenizer},
 };
-use paged_kv::FinishReason;
+use paged_kv::{FinishReason, MissCounts};
 use serde::Serialize;
 
 /// Text of several sequences on one terminal: the first unfinished one is shown as it grows, the others wait for
@@ -43,14 +43,13 @@ impl<'a> TextPrinter<'a> {
 
     /// Takes an event and shows what can be shown.
     pub(crate) fn take(&mut self, event: &Event) -> io::Result<()> {
-        let (Event::Token { prompt, sample, .. } | Event::Finished { prompt, sample, .. }) = event;
-        let Some(sequence) = self.waiting.get_mut(&(*prompt, *sample)) else { return Ok(()) };
+        let Some(sequence) = self.waiting.get_mut(&event.subject()) else { return Ok(()) };
         match (event, self.tokenizer) {
             (Event::Token { token, .. }, Some(tokenizer)) if !tokenizer.end_tokens().contains(token) => {
                 sequence.text += &sequence.stream.push(tokenizer.bytes_of(*token));
             }
             (Event::Token { token, .. }, None) => sequence.text += &format!("{token} "),
-            (Event::Token { .. }, Some(_)) => {}
+            (Event::Token { .. }, Some(_)) | (Event::Preempted { .. }, _) => {}
             (Event::Finished { .. }, _) => {
                 sequence.text += &sequence.stream.finish();
                 sequence.finished = true;
@@ -124,12 +123,31 @@ struct Stats<'a> {
     block_copies: u64,
     preemptions: u64,
     recomputed_tokens: u64,
+    swaps_out: u64,
+    swaps_in: u64,
+    swap_bytes: u64,
+    prefix_hit_tokens: u64,
+    prefix_miss_reasons: MissReasons,
     steps: u64,
     prompt_tokens: u64,
     generated_tokens: u64,
     seconds: f64,
     tokens_per_s: f64,
     waste_tokens_peak: u64,
+}
+
+/// How often the prefix cache did not have what followed, by reason.
+#[derive(Serialize)]
+struct MissReasons {
+    unseen: u64,
+    evicted: u64,
+    expired: u64,
+}
+
+impl From<MissCounts> for MissReasons {
+    fn from(MissCounts { unseen, evicted, expired }: MissCounts) -> Self {
+        Self { unseen, evicted, expired }
+    }
 }
 
 /// One finished sequence as a line of JSON.
@@ -168,6 +186,11 @@ pub(crate) fn stats_json(stats: &SessionStats, adapter: &str) -> String {
             block_copies: cache.block_copies,
             preemptions: scheduler.preemptions,
             recomputed_tokens: scheduler.recomputed_tokens,
+            swaps_out: scheduler.swaps_out,
+            swaps_in: scheduler.swaps_in,
+            swap_bytes: stats.swap_bytes,
+            prefix_hit_tokens: scheduler.prefix_hit_tokens,
+            prefix_miss_reasons: scheduler.prefix_misses.into(),
             steps: scheduler.steps,
             prompt_tokens: scheduler.prompt_tokens,
             generated_tokens: scheduler.generated_tokens,
@@ -190,7 +213,8 @@ pub(crate) fn stats_text(stats: &SessionStats, adapter: &str, block_size: u32) -
         "{adapter}: {} prompt tokens and {} generated in {} steps and {:.1} s, {:.1} generated per second\n\
          {} of {} blocks of {block_size} tokens used at most, {} shared at most, {} copied on write, \
          {} tokens unused in last blocks at most\n\
-         {} preemptions, {} tokens computed again",
+         {} preemptions, {} tokens computed again; {} sequences swapped out to {} host blocks and {} back, {} bytes moved\n\
+         {} of {} tokens found in the prefix cache",
         scheduler.prompt_tokens,
         scheduler.generated_tokens,
         scheduler.steps,
@@ -203,5 +227,11 @@ pub(crate) fn stats_text(stats: &SessionStats, adapter: &str, block_size: u32) -
         scheduler.tail_waste_tokens_peak,
         scheduler.preemptions,
         scheduler.recomputed_tokens,
+        scheduler.swaps_out,
+        cache.host_blocks,
+        scheduler.swaps_in,
+        stats.swap_bytes,
+        scheduler.prefix_hit_tokens,
+        scheduler.prefix_wanted_tokens,
     )
 }

@@ -2,12 +2,13 @@
 //!
 //! Here model and cache meet. On a GPU, the model's dispatches and the cache's go into one compute pass of one
 //! encoder; on the CPU, the twins of the cache's kernels run between the model's products, on two threads or more.
+//! Blocks that are swapped move first in either case; what became of them is asked for between steps.
 
-use std::num::NonZero;
+use std::{num::NonZero, time::Instant};
 
 use paged_kv::{
-    AttentionOptions, BoundTensors, CacheConfig, LayerTensors, ModelShape, PagedAttention, StepPlan,
-    TensorSlice, WorkSplit,
+    AttentionOptions, BoundTensors, CacheConfig, LayerTensors, ModelShape, PagedAttention, SplitConfig,
+    StepPlan, TensorSlice, TransferReport, WorkSplit,
     reference::{self, AttentionInputs, CpuCache, Rows, RowsMut},
 };
 
@@ -15,8 +16,11 @@ use crate::{
     config::Config,
     cpu::{CpuModel, QueryKeyValue},
     error::RunError,
-    gpu::GpuModel,
+    gpu::{self, GpuModel},
 };
+
+/// Bytes that are moved, once each way, to learn how fast that is.
+const MEASURED_BYTES: u64 = 16 << 20;
 
 /// Tokens that one item of decoding reads: at most 32 items for the longest sequence. Cuts that depend on nothing
 /// else keep a sequence's bits independent of what runs beside it.
@@ -111,12 +115,32 @@ impl GpuAttention {
         })?;
         Ok(())
     }
+
+    /// What has become of the swaps of earlier steps. Does not wait: a step has polled the device when it read its
+    /// logits.
+    pub(crate) fn poll_transfers(&mut self) -> Vec<TransferReport> {
+        self.attention.poll_transfers()
+    }
+
+    /// The same, but waits for everything that was submitted. A program that draws frames polls in each of them instead.
+    pub(crate) fn wait_for_transfers(&mut self, model: &GpuModel) -> Result<Vec<TransferReport>, RunError> {
+        model.gpu().wait()?;
+        Ok(self.attention.poll_transfers())
+    }
+
+    /// Bytes per second, one way, that a part of the pool takes to main memory and back.
+    pub(crate) fn measure_swap(&self, model: &GpuModel) -> Result<f64, RunError> {
+        let arena = &self.attention.arena_buffers()[0];
+        Ok(gpu::measure_transfer(model.gpu(), arena, arena.size().min(MEASURED_BYTES))?)
+    }
 }
 
 /// The pool of a [`CpuModel`].
 pub(crate) struct CpuAttention {
     cache: CpuCache,
+    split_config: SplitConfig,
     split: WorkSplit,
+    reports: Vec<TransferReport>,
     partials: Vec<f32>,
     row_of_logits: Vec<u32>,
     num_threads: usize,
@@ -132,12 +156,22 @@ impl CpuAttention {
         if !fits {
             return Err(RunError::PoolExceedsMemory { bytes });
         }
+        let num_threads = std::thread::available_parallelism().map_or(1, NonZero::get);
+        let cache = CpuCache::new(&shape_of(model.config()), &cache);
+        // As on a GPU, but that memory for partial results is taken as it is needed.
+        let split_config = SplitConfig {
+            fixed_span_tokens: Some(span_tokens(model.config())),
+            max_partials: u32::MAX,
+            ..cache.split_config(num_threads as u32)
+        };
         Ok(Self {
-            cache: CpuCache::new(&shape_of(model.config()), &cache),
+            cache,
+            split_config,
             split: WorkSplit::default(),
+            reports: Vec::new(),
             partials: Vec::new(),
             row_of_logits: Vec::new(),
-            num_threads: std::thread::available_parallelism().map_or(1, NonZero::get),
+            num_threads,
         })
     }
 
@@ -150,8 +184,13 @@ impl CpuAttention {
     ) -> Result<(), RunError> {
         distinct_logit_rows(plan, &mut self.row_of_logits);
         self.cache.apply_table_changes(plan);
+        reference::swap_out(&mut self.cache, plan.swap_outs());
+        reference::swap_in(&mut self.cache, plan.swap_ins());
+        if !plan.swap_outs().is_empty() || !plan.swap_ins().is_empty() {
+            self.reports.push(TransferReport { step: plan.step(), complete: true });
+        }
         reference::block_copy(&mut self.cache, plan.block_copies());
-        self.split.split(plan, &self.cache.split_config(self.num_threads as u32));
+        self.split.split(plan, &self.split_config);
         let rows = std::mem::take(&mut self.row_of_logits);
         let logits = model.forward(plan.token_ids(), plan.positions(), &rows, |layer, tensors| {
             self.attend(model.config(), plan, layer, &tensors)
@@ -164,6 +203,28 @@ impl CpuAttention {
             }
         }
         Ok(())
+    }
+
+    /// As [`GpuAttention::poll_transfers`]; here blocks have arrived as soon as they are moved.
+    pub(crate) fn poll_transfers(&mut self) -> Vec<TransferReport> {
+        std::mem::take(&mut self.reports)
+    }
+
+    /// As [`GpuAttention::measure_swap`].
+    pub(crate) fn measure_swap(&mut self) -> f64 {
+        let words = self.cache.words_mut();
+        let len = words.len().min(MEASURED_BYTES as usize / 4);
+        let words = &mut words[..len];
+        let mut moved = Vec::new();
+        let mut start = Instant::now();
+        // The first time, memory is taken.
+        for _ in 0..2 {
+            start = Instant::now();
+            moved.clear();
+            moved.extend_from_slice(words);
+            words.copy_from_slice(std::hint::black_box(&moved));
+        }
+        2.0 * 4.0 * len as f64 / start.elapsed().as_secs_f64().max(1e-9)
     }
 
     fn attend(&mut self, config: &Config, plan: &StepPlan, layer: u32, tensors: &QueryKeyValue) -> Vec<f32> {

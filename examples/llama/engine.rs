@@ -10,8 +10,9 @@ use std::{
 };
 
 use paged_kv::{
-    CacheConfig, FinishReason, Request, RequestId, RowResult, Schedule, Scheduler, SchedulerConfig,
-    SchedulerStats, SequenceId, StepEvent, StepPlan, TokenId,
+    CacheConfig, FinishReason, Preemption, PreemptionMode, PreemptionReason, Priority, Rates, Request,
+    RequestId, RowResult, Schedule, Scheduler, SchedulerConfig, SchedulerStats, SequenceId, StepEvent,
+    StepPlan, TokenId, TransferReport, WaitReason,
 };
 
 use crate::{
@@ -47,6 +48,8 @@ pub struct SessionOptions {
     pub sampler: Sampler,
     /// How many of the largest logits to report with every token; 0 for none.
     pub top_logits: usize,
+    /// How fast the machine is, for [`PreemptionMode::Auto`]; measured where it is not given.
+    pub rates: Option<Rates>,
 }
 
 /// One prompt and what to make of it.
@@ -68,6 +71,8 @@ pub struct Prompt {
     pub forced_tokens: Vec<TokenId>,
     /// Whether the sequence is kept when it ends, for [`Session::extend`].
     pub keep: bool,
+    /// Who goes first.
+    pub priority: Priority,
 }
 
 impl Prompt {
@@ -78,6 +83,7 @@ impl Prompt {
             .samples(self.samples)
             .stop_tokens(&self.stop_tokens)
             .keep(self.keep)
+            .priority(self.priority)
     }
 }
 
@@ -95,6 +101,17 @@ pub enum Event {
         /// The logits that it was chosen from, if they were asked for.
         top_logits: Option<TopLogits>,
     },
+    /// Its blocks were taken. It goes on when there is room again.
+    Preempted {
+        /// Index of the prompt.
+        prompt: u32,
+        /// Index of the sample.
+        sample: u32,
+        /// How.
+        how: Preemption,
+        /// Why so.
+        why: PreemptionReason,
+    },
     /// It ended.
     Finished {
         /// Index of the prompt.
@@ -106,6 +123,16 @@ pub enum Event {
         /// How often it was preempted.
         preemptions: u32,
     },
+}
+
+impl Event {
+    /// The prompt and the sample that it is about.
+    pub fn subject(&self) -> (u32, u32) {
+        let (Self::Token { prompt, sample, .. }
+        | Self::Preempted { prompt, sample, .. }
+        | Self::Finished { prompt, sample, .. }) = self;
+        (*prompt, *sample)
+    }
 }
 
 /// One finished sample.
@@ -130,6 +157,8 @@ pub struct Outcome {
 pub struct SessionStats {
     /// The scheduler's and the pool's.
     pub scheduler: SchedulerStats,
+    /// Bytes moved to the host pool and back.
+    pub swap_bytes: u64,
     /// Time spent in steps.
     pub elapsed: Duration,
 }
@@ -173,19 +202,29 @@ impl Engine {
     /// # Errors
     /// [`RunError::Config`] for options that contradict each other, otherwise what the device lacks.
     pub fn session(&mut self, options: SessionOptions) -> Result<Session<'_>, RunError> {
-        let scheduler = Scheduler::new(options.scheduler, options.cache)?;
+        check_host_pool(&options.cache)?;
+        let mut scheduler = Scheduler::new(options.scheduler, options.cache)?;
         let rows = options.scheduler.step_tokens;
         let max_running = options.scheduler.max_running.unwrap_or(options.cache.max_sequences());
-        let attention = match &mut self.model {
+        let mut attention = match &mut self.model {
             Model::Gpu(model) => {
                 let attention = GpuAttention::new(model, options.cache, rows, rows.min(max_running))?;
                 Attention::Gpu(model, Box::new(attention))
             }
             Model::Cpu(model) => Attention::Cpu(model, Box::new(CpuAttention::new(model, options.cache)?)),
         };
+        let mut measured = None;
+        if options.rates.is_none() && options.scheduler.preemption == PreemptionMode::Auto {
+            let swap_bytes_per_s = attention.measure_swap()?;
+            measured = Some(Measured { swap_bytes_per_s, prefill_tokens: 0.0, prefill_s: 0.0 });
+        }
+        if let Some(rates) = options.rates {
+            scheduler.set_rates(rates);
+        }
         Ok(Session {
             attention,
             scheduler,
+            measured,
             options,
             requests: HashMap::new(),
             results: Vec::new(),
@@ -223,6 +262,7 @@ impl Outcome {
                 self.tokens.push(*token);
                 self.top_logits.extend(top_logits.clone());
             }
+            Event::Preempted { .. } => {}
             &Event::Finished { reason, preemptions, .. } => {
                 self.reason = reason;
                 self.preemptions = preemptions;
@@ -235,6 +275,7 @@ impl Outcome {
 pub struct Session<'a> {
     attention: Attention<'a>,
     scheduler: Scheduler,
+    measured: Option<Measured>,
     options: SessionOptions,
     requests: HashMap<RequestId, RequestState>,
     results: Vec<RowResult>,
@@ -245,6 +286,54 @@ pub struct Session<'a> {
 enum Attention<'a> {
     Gpu(&'a mut GpuModel, Box<GpuAttention>),
     Cpu(&'a CpuModel, Box<CpuAttention>),
+}
+
+impl Attention<'_> {
+    fn poll_transfers(&mut self) -> Vec<TransferReport> {
+        match self {
+            Self::Gpu(_, attention) => attention.poll_transfers(),
+            Self::Cpu(_, attention) => attention.poll_transfers(),
+        }
+    }
+
+    fn wait_for_transfers(&mut self) -> Result<Vec<TransferReport>, RunError> {
+        match self {
+            Self::Gpu(model, attention) => attention.wait_for_transfers(model),
+            Self::Cpu(_, attention) => Ok(attention.poll_transfers()),
+        }
+    }
+
+    fn measure_swap(&mut self) -> Result<f64, RunError> {
+        match self {
+            Self::Gpu(model, attention) => attention.measure_swap(model),
+            Self::Cpu(_, attention) => Ok(attention.measure_swap()),
+        }
+    }
+}
+
+/// How fast the machine is, as far as the session has seen it.
+struct Measured {
+    swap_bytes_per_s: f64,
+    /// Tokens of steps that mostly read prompts, and their seconds; each such step halves the weight of those before it.
+    prefill_tokens: f64,
+    prefill_s: f64,
+}
+
+impl Measured {
+    /// Takes a step into account. One in which decoding sequences have most of the rows says little about prompts.
+    fn add(&mut self, plan_rows: u32, plan_sequences: u32, took: Duration) {
+        if plan_rows >= 2 * plan_sequences {
+            self.prefill_tokens = self.prefill_tokens / 2.0 + f64::from(plan_rows);
+            self.prefill_s = self.prefill_s / 2.0 + took.as_secs_f64();
+        }
+    }
+
+    fn rates(&self) -> Rates {
+        Rates {
+            swap_bytes_per_s: self.swap_bytes_per_s,
+            prefill_tokens_per_s: self.prefill_tokens / self.prefill_s.max(1e-9),
+        }
+    }
 }
 
 /// What the session remembers of a request.
@@ -273,7 +362,7 @@ impl Session<'_> {
         let mut events = Vec::new();
         while self.step(&mut events)? {
             for event in events.drain(..) {
-                let (Event::Token { prompt, sample, .. } | Event::Finished { prompt, sample, .. }) = event;
+                let (prompt, sample) = event.subject();
                 let outcome =
                     outcomes.entry((prompt, sample)).or_insert_with(|| Outcome::new(prompt, sample));
                 outcome.take(&event);
@@ -316,16 +405,34 @@ impl Session<'_> {
 
     /// Runs one step and appends what happened to `events`. Returns false when nothing is left to do.
     ///
+    /// It waits for the device: for the step's logits, and where nothing can be computed before blocks have arrived in
+    /// the host pool, for those.
+    ///
     /// # Errors
     /// A device's failure; [`RunError::Stuck`] if requests wait for what will never come.
     pub fn step(&mut self, events: &mut Vec<Event>) -> Result<bool, RunError> {
         let start = Instant::now();
-        let plan = match self.scheduler.schedule() {
-            Schedule::Step(plan) => plan,
-            Schedule::Waiting(reason) => return Err(RunError::Stuck { reason }),
-            Schedule::Idle => return Ok(false),
+        let reports = self.attention.poll_transfers();
+        self.scheduler.complete_transfers(&reports);
+        let plan = loop {
+            match self.scheduler.schedule() {
+                Schedule::Step(plan) => break plan,
+                Schedule::Waiting(reason @ WaitReason::Transfers { .. }) => {
+                    let reports = self.attention.wait_for_transfers()?;
+                    if reports.is_empty() {
+                        return Err(RunError::Stuck { reason });
+                    }
+                    self.scheduler.complete_transfers(&reports);
+                }
+                Schedule::Waiting(reason) => return Err(RunError::Stuck { reason }),
+                Schedule::Idle => return Ok(false),
+            }
         };
         self.compute(&plan)?;
+        if let Some(measured) = &mut self.measured {
+            measured.add(plan.num_rows(), plan.num_sequences(), start.elapsed());
+            self.scheduler.set_rates(measured.rates());
+        }
         for event in self.scheduler.commit(plan, &self.results)? {
             events.extend(translate(event, &self.requests, &mut self.tops));
         }
@@ -365,7 +472,10 @@ impl Session<'_> {
 
     /// Counters so far.
     pub fn stats(&self) -> SessionStats {
-        SessionStats { scheduler: self.scheduler.stats(), elapsed: self.elapsed }
+        let scheduler = self.scheduler.stats();
+        let blocks = scheduler.cache.blocks_swapped_out + scheduler.cache.blocks_swapped_in;
+        let swap_bytes = blocks * self.options.cache.bytes_per_block();
+        SessionStats { scheduler, swap_bytes, elapsed: self.elapsed }
     }
 
     /// The scheduler, for what a session does not offer.
@@ -380,6 +490,17 @@ impl std::fmt::Debug for Session<'_> {
     }
 }
 
+/// Whether there is memory for all of the host pool. It is taken as blocks are moved there, where failure would end the
+/// program or lose what was computed; so it is asked for before anything is made.
+///
+/// # Errors
+/// [`RunError::HostPoolExceedsMemory`].
+pub fn check_host_pool(cache: &CacheConfig) -> Result<(), RunError> {
+    let bytes = cache.host_bytes();
+    let fits = usize::try_from(bytes).is_ok_and(|bytes| Vec::<u8>::new().try_reserve_exact(bytes).is_ok());
+    if fits { Ok(()) } else { Err(RunError::HostPoolExceedsMemory { bytes }) }
+}
+
 /// The scheduler's event in terms of prompts; it takes the logits that belong to a token out of `tops`.
 fn translate(
     event: &StepEvent,
@@ -392,6 +513,9 @@ fn translate(
             let place = tops.iter().position(|(owner, _)| *owner == sequence);
             let top_logits = place.map(|place| tops.swap_remove(place).1);
             Some(Event::Token { prompt: prompt_of(sequence)?, sample: sequence.sample(), token, top_logits })
+        }
+        StepEvent::Preempted { sequence, how, why } => {
+            Some(Event::Preempted { prompt: prompt_of(sequence)?, sample: sequence.sample(), how, why })
         }
         StepEvent::Finished { sequence, reason, preemptions } => Some(Event::Finished {
             prompt: prompt_of(sequence)?,

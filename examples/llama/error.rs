@@ -167,6 +167,11 @@ pub enum RunError {
         /// Bytes that it takes.
         bytes: u64,
     },
+    /// The host pool is larger than the host's memory.
+    HostPoolExceedsMemory {
+        /// Bytes that it takes.
+        bytes: u64,
+    },
     /// Requests wait although nothing runs.
     Stuck {
         /// What for.
@@ -177,7 +182,14 @@ pub enum RunError {
 impl RunError {
     /// Whether the user's input is to blame, rather than the device or this program.
     pub fn is_wrong_input(&self) -> bool {
-        matches!(self, Self::Load(_) | Self::Config(_) | Self::Request(_) | Self::PoolExceedsMemory { .. })
+        matches!(
+            self,
+            Self::Load(_)
+                | Self::Config(_)
+                | Self::Request(_)
+                | Self::PoolExceedsMemory { .. }
+                | Self::HostPoolExceedsMemory { .. }
+        )
     }
 }
 
@@ -192,6 +204,9 @@ impl fmt::Display for RunError {
             Self::Cpu(error) => write!(out, "a product failed: {error}"),
             Self::PoolExceedsMemory { bytes } => {
                 write!(out, "there is no memory for a pool of {bytes} bytes")
+            }
+            Self::HostPoolExceedsMemory { bytes } => {
+                write!(out, "there is no memory for a host pool of {bytes} bytes")
             }
             Self::Stuck { reason } => write!(out, "nothing runs and requests wait: {reason:?}"),
         }

@@ -229,10 +229,12 @@ impl Runner {
                 step_tokens: setup.step_tokens,
                 max_running: Some(12),
                 admission: Admission::Overcommitted { watermark_blocks: 0 },
+                prefix_cache: None,
                 ..SchedulerConfig::default()
             },
             sampler: Sampler { temperature: 0.0, seed: 1 },
             top_logits,
+            rates: None,
         }
     }
 
@@ -321,6 +323,7 @@ impl Runner {
                     llama::engine::Event::Finished { preemptions, .. } => {
                         victims += u32::from(preemptions > 0)
                     }
+                    llama::engine::Event::Preempted { .. } => {}
                 }
             }
             for (place, &request) in requests.iter().enumerate() {

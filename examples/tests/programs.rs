@@ -113,6 +113,23 @@ fn wrong_input_is_answered_by_one_line_and_exit_status_2() {
         (&["--block-size", "0"], "block size 0 is not a power of two from 1 to 4096"),
         (&["--admission", "all"],
             "invalid value 'all' for '--admission <ADMISSION>' [possible values: guaranteed, overcommitted]"),
+        (&["--preempt", "never"],
+            "invalid value 'never' for '--preempt <PREEMPT>' [possible values: recompute, swap, auto]"),
+        (&["--preempt", "swap", "--host-blocks", "0"],
+            "--preempt swap and auto need at least one block: --host-blocks is 0"),
+        (&["--preempt", "auto", "--host-blocks", "0"],
+            "--preempt swap and auto need at least one block: --host-blocks is 0"),
+        (&["--host-blocks", "-1"], "unexpected argument '-1' found"),
+        (&["--host-blocks", "4"], "--host-blocks has no meaning without --preempt swap or auto"),
+        (&["--preempt", "swap", "--host-blocks", "4294967295"], "there is no memory for a host pool of "),
+        (&["--prefix-cache", "maybe"], "invalid value 'maybe' for '--prefix-cache <PREFIX_CACHE>' [possible values: on, off]"),
+        (&["--victim", "first"],
+            "invalid value 'first' for '--victim <VICTIM>' [possible values: requester, lowest-priority, least-lost]"),
+        (&["--priority", "high"],
+            "invalid value 'high' for '--priority <PRIORITIES>' [possible values: interactive, normal, idle]"),
+        (&["--prompt", "a", "--priority", "idle", "--priority", "normal"],
+            "--priority was given 2 times for 1 prompts"),
+        (&["--chat", "--priority", "idle", "--priority", "normal"], "--priority was given 2 times for 1 prompts"),
         (&["--max-running", "0"], "invalid value '0' for '--max-running <N>': 0 is not in 1..=4294967295"),
         (&["--step-tokens", "0"], "invalid value '0' for '--step-tokens <N>': 0 is not in 1..=65535"),
         (&["--prompt-ids", "1,x"], "invalid value '1,x' for '--prompt-ids <1,2,3>': invalid digit found in string"),
@@ -207,6 +224,11 @@ fn every_sequence_is_one_json_line_and_the_statistics_are_the_last() {
         "blocks_shared_peak",
         "block_copies",
         "preemptions",
+        "recomputed_tokens",
+        "swaps_out",
+        "swaps_in",
+        "swap_bytes",
+        "prefix_hit_tokens",
         "steps",
         "prompt_tokens",
         "generated_tokens",
@@ -215,6 +237,8 @@ fn every_sequence_is_one_json_line_and_the_statistics_are_the_last() {
     ] {
         assert!(stats["stats"][key].is_number(), "{key}");
     }
+    let nothing_missed = serde_json::json!({"unseen": 0, "evicted": 0, "expired": 0});
+    assert_eq!(stats["stats"]["prefix_miss_reasons"], nothing_missed);
     assert_eq!(stats["stats"]["adapter"], "CPU");
     assert_eq!(
         (&stats["stats"]["prompt_tokens"], &stats["stats"]["generated_tokens"]),
@@ -282,6 +306,85 @@ fn a_seed_repeats_its_choices_whatever_the_pool_does() {
     assert_eq!(first, again);
     assert_eq!(stats["preemptions"].as_u64(), Some(0), "{stats}");
     assert_ne!(first, texts(&["--seed", "8"]).0);
+}
+
+#[test]
+fn whoever_gives_way_and_however_the_tokens_are_the_same() {
+    let arguments =
+        ["--prompt", "In the", "--prompt", "And it came", "--prompt", "Blessed", "--max-new", "60"];
+    let texts = |more: &[&str]| {
+        let (mut lines, stats) = json_lines(&[&arguments[..], &["--block-size", "8"], more].concat(), "");
+        lines.sort_by_key(|line| line["prompt"].as_u64());
+        (lines.into_iter().map(|line| line["text"].clone()).collect::<Vec<_>>(), stats)
+    };
+    let number = |stats: &Value, key: &str| stats[key].as_u64().unwrap();
+    let (expected, stats) = texts(&[]);
+    assert_eq!((number(&stats, "preemptions"), number(&stats, "swap_bytes")), (0, 0));
+    for victim in ["requester", "lowest-priority", "least-lost"] {
+        for prefix_cache in ["off", "on"] {
+            let more = ["--blocks", "14", "--victim", victim, "--prefix-cache", prefix_cache];
+            let (found, stats) = texts(&[&more[..], &["--preempt", "swap", "--host-blocks", "32"]].concat());
+            assert_eq!(found, expected, "{more:?}, swapped");
+            assert!(number(&stats, "swaps_out") > 0 && number(&stats, "swaps_in") > 0, "{stats}");
+            assert!(number(&stats, "swap_bytes") > 0 && number(&stats, "recomputed_tokens") == 0, "{stats}");
+            let (found, stats) = texts(&[&more[..], &["--preempt", "auto", "--host-blocks", "3"]].concat());
+            assert_eq!(found, expected, "{more:?}, either way");
+            assert!(number(&stats, "preemptions") > 0, "{stats}");
+            let (found, stats) = texts(&more);
+            assert_eq!(found, expected, "{more:?}, recomputed");
+            assert!(number(&stats, "recomputed_tokens") > 0 && number(&stats, "swaps_out") == 0, "{stats}");
+        }
+    }
+}
+
+#[test]
+fn priorities_go_to_prompts_in_their_order_and_the_last_to_the_rest() {
+    let prompts =
+        ["--prompt", "a", "--prompt-ids", "98", "--prompt", "c", "--max-new", "12", "--max-running", "1"];
+    let order = |more: &[&str]| {
+        let (lines, _) = json_lines(&[&prompts[..], more].concat(), "");
+        lines.iter().map(|line| line["prompt"].as_u64().unwrap()).collect::<Vec<_>>()
+    };
+    assert_eq!(order(&[]), [0, 1, 2]);
+    assert_eq!(order(&["--priority", "interactive"]), [0, 1, 2]);
+    assert_eq!(order(&["--priority", "idle", "--priority", "interactive"]), [1, 2, 0]);
+    // `--prompt` texts come before `--prompt-ids`.
+    assert_eq!(
+        order(&["--priority", "idle", "--priority", "normal", "--priority", "interactive"]),
+        [2, 1, 0]
+    );
+}
+
+#[test]
+fn eight_chats_hold_and_compute_their_system_prompt_once() {
+    const BLOCK: u64 = 16;
+    let book = "In the beginning God created the heaven and the earth. ".repeat(12);
+    let system = &book[..600];
+    let words = ["Arise", "Behold", "Come", "Depart", "Enter", "Follow", "Go", "Hearken"];
+    let chats: Vec<String> = words.iter().map(|word| format!("{system}{word:<24}")).collect();
+    // All eight are read before the first one ends.
+    let mut arguments = vec!["--max-new", "8", "--step-tokens", "16384"];
+    chats.iter().for_each(|chat| arguments.extend(["--prompt", chat]));
+    let run = |cache: &str| {
+        let (mut lines, stats) = json_lines(&[&arguments[..], &["--prefix-cache", cache]].concat(), "");
+        lines.sort_by_key(|line| line["prompt"].as_u64());
+        (lines.into_iter().map(|line| line["token_ids"].clone()).collect::<Vec<_>>(), stats)
+    };
+    let (expected, apart) = run("off");
+    let (found, together) = run("on");
+    assert_eq!(found, expected);
+    let number = |stats: &Value, key: &str| stats[key].as_u64().unwrap();
+    assert_eq!((number(&apart, "prompt_tokens"), number(&apart, "prefix_hit_tokens")), (8 * 624, 0));
+    // From the second chat on, only what follows the system prompt is computed: also the rows of the block in which it
+    // ends are found.
+    assert_eq!(number(&together, "prompt_tokens"), 600 + 8 * 24);
+    assert_eq!(number(&together, "prefix_hit_tokens"), 7 * 600);
+    let whole = (624 + 8 - 1u64).div_ceil(BLOCK);
+    assert_eq!(number(&apart, "blocks_peak"), 8 * whole);
+    assert_eq!(number(&together, "blocks_peak"), 600 / BLOCK + 8 * (whole - 600 / BLOCK));
+    // The block in which it ends is shared until each chat has a copy of its own.
+    assert_eq!(number(&together, "blocks_shared_peak"), 600 / BLOCK + 1);
+    assert_eq!(together["prefix_miss_reasons"], serde_json::json!({"unseen": 8, "evicted": 0, "expired": 0}));
 }
 
 #[test]
@@ -356,5 +459,5 @@ fn share_device(device: &str, backend: &str, adapter: &str) {
     commits.dedup();
     assert!(steps >= 20 && frames > steps, "{last}");
     assert!(commits[0] > 1 && commits.is_sorted() && commits.last() == Some(&frames), "{commits:?}, {last}");
-    assert!(last.contains("64 blocks: 64 free, 0 held"), "{last}");
+    assert!(last.contains("0 held (0 shared), 0 in transfer"), "{last}");
 }

@@ -151,6 +151,17 @@ impl BlockPool {
         self.peak_shared = self.peak_shared.max(self.num_shared);
     }
 
+    /// One holder more for each of `blocks`, all of which are held.
+    pub(super) fn retain_held(&mut self, blocks: &[BlockId]) {
+        for block in blocks {
+            let count = &mut self.ref_counts[block.0 as usize];
+            debug_assert!(*count > 0, "{block:?} is not held");
+            *count += 1;
+            self.num_shared += u32::from(*count == 2);
+        }
+        self.peak_shared = self.peak_shared.max(self.num_shared);
+    }
+
     /// One holder less; the last one shelves the block, or leaves it in transfer while it is pinned.
     ///
     /// Returns false, and changes nothing, when the block has no holder: a broken invariant.
@@ -165,7 +176,7 @@ impl BlockPool {
         match *count {
             0 => {
                 self.num_held -= 1;
-                if !self.is_pinned(block) {
+                if !self.is_pinned(block) && !fault!(BlockLeaked) {
                     self.shelve(block);
                 }
             }

@@ -67,8 +67,14 @@ impl HostPool {
         self.free.len() as u32
     }
 
+    /// O(transfers): a slot is in one of them at most.
     pub(super) fn num_in_transfer(&self) -> u32 {
-        self.slots.iter().filter(|slot| slot.arriving || slot.leaving).count() as u32
+        self.transfers.iter().map(|transfer| (transfer.outs.len() + transfer.ins.len()) as u32).sum()
+    }
+
+    /// Slots that tables hold and whose content rests there.
+    pub(super) fn num_held(&self) -> u32 {
+        self.num_slots() - self.num_free() - self.num_in_transfer()
     }
 
     /// Steps whose transfers have not ended.
@@ -136,7 +142,7 @@ impl HostPool {
 
     fn free_if_idle(&mut self, slot: HostSlot) {
         let Slot { ref_count, arriving, leaving } = self.slots[slot.0 as usize];
-        if ref_count == 0 && !arriving && !leaving {
+        if ref_count == 0 && !arriving && !leaving && !fault!(HostSlotLeaked) {
             self.free.push_back(slot);
         }
     }
@@ -224,5 +230,12 @@ impl HostPool {
                 "I1: host slot {index} is in two states or none"
             );
         }
+        let moves = |slot: &Slot| slot.arriving || slot.leaving;
+        let held = self.slots.iter().filter(|slot| slot.ref_count > 0 && !moves(slot)).count();
+        assert_eq!(
+            self.num_held() as usize,
+            held,
+            "I1: free, held and in transfer do not sum to the host pool"
+        );
     }
 }

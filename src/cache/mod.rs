@@ -190,11 +190,13 @@ impl KvCache {
         let shared = self.config.layout().blocks_for(at) as usize;
         let (parent, child_row) = (parent.row as usize, child.row as usize);
         let on_device = shared.min(self.tables[parent].blocks.len());
-        for entry in 0..on_device {
-            let block = self.tables[parent].blocks[entry];
-            self.pool.retain(block);
-            self.tables[child_row].blocks.push(block);
+        // Taken out, so that the blocks are copied in one piece.
+        let mut blocks = std::mem::take(&mut self.tables[child_row].blocks);
+        blocks.extend_from_slice(&self.tables[parent].blocks[..on_device]);
+        if !fault!(ForkUncounted) {
+            self.pool.retain_held(&blocks);
         }
+        self.tables[child_row].blocks = blocks;
         for entry in 0..shared - on_device {
             let slot = self.tables[parent].host[entry];
             self.tables[child_row].host.push_back(slot);
@@ -204,6 +206,7 @@ impl KvCache {
         }
         let registered = self.tables[parent].registered.min(on_device as u32);
         let borrowed = self.tables[parent].borrowed.filter(|&entry| (entry as usize) < on_device);
+        let at = if fault!(ForkKeepsLength) { len } else { at };
         let child_table = &mut self.tables[child_row];
         (child_table.len, child_table.registered, child_table.borrowed) = (at, registered, borrowed);
         Ok(child)
@@ -257,6 +260,9 @@ impl KvCache {
                 self.release_slot(slot);
             } else if let Some(block) = self.tables[row].blocks.pop() {
                 self.release_block(block);
+                if fault!(ReleasedTwice) {
+                    self.release_block(block);
+                }
             }
         }
         self.tables[row].mark_replaced(num_blocks as usize);
@@ -377,6 +383,7 @@ impl KvCache {
         if let Some(host) = &self.host {
             stats.host_blocks = host.num_slots();
             stats.host_free_blocks = host.num_free();
+            stats.host_held_blocks = host.num_held();
             stats.host_in_transfer_blocks = host.num_in_transfer();
         }
         for table in self.tables.iter().filter(|table| table.live) {

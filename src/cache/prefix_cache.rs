@@ -7,7 +7,8 @@
 //!
 //! A table that holds a node holds its parent, too, one entry before it. Tables give up their blocks last first, so a
 //! node without a holder was given up after all its children: taking the node that was given up longest ago takes the
-//! tail of a chain before its head. Retention and time to live of a node are never less than its children's.
+//! tail of a chain before its head. A node is retained no worse than its children; when its time to live has passed, what
+//! continues it goes with it.
 //!
 //! It knows blocks, tokens and steps; it holds no reference counts and does not know who asks.
 
@@ -118,6 +119,11 @@ fn trace_of(hash: u64) -> u32 {
     (hash >> 32) as u32 & !3
 }
 
+/// The namespace whose blocks a sequence shares: its own.
+fn shared_by(namespace: &Namespace) -> Namespace {
+    if fault!(NamespaceIgnored) { Namespace::default() } else { *namespace }
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Root {
     namespace: Namespace,
@@ -202,7 +208,7 @@ impl PrefixCache {
 
     fn root_hash(&self, namespace: &Namespace) -> u64 {
         let mut hasher = self.state.build_hasher();
-        namespace.hash(&mut hasher);
+        shared_by(namespace).hash(&mut hasher);
         self.finish(hasher)
     }
 
@@ -240,7 +246,8 @@ impl PrefixCache {
         let mut at = self.buckets[self.bucket(hash)];
         while at != NONE {
             let node = self.node(at);
-            if node.hash == hash && node.parent == parent && self.tokens_of(BlockId(at)) == tokens {
+            let alike = node.parent == parent && self.tokens_of(BlockId(at)) == tokens;
+            if node.hash == hash && (alike || fault!(HitUnverified)) {
                 return Some(BlockId(at));
             }
             at = node.next_in_bucket;
@@ -264,8 +271,9 @@ impl PrefixCache {
         found: &mut PrefixMatch,
     ) {
         found.clear();
-        let limit = tokens.len().saturating_sub(1);
-        let root = self.root_of.get(namespace).copied();
+        let limit =
+            if fault!(FullHitComputesNothing) { tokens.len() } else { tokens.len().saturating_sub(1) };
+        let root = self.root_of.get(&shared_by(namespace)).copied();
         let mut parent = root.map_or(NONE, |root| ROOT | root);
         let mut chunks = tokens[..limit].chunks_exact(self.block_size);
         let mut miss = MissReason::None;
@@ -333,10 +341,11 @@ impl PrefixCache {
     // Registering.
 
     fn root(&mut self, namespace: &Namespace) -> u32 {
-        if let Some(&root) = self.root_of.get(namespace) {
+        if let Some(&root) = self.root_of.get(&shared_by(namespace)) {
             return ROOT | root;
         }
-        let entry = Root { namespace: *namespace, first_child: NONE };
+        let namespace = shared_by(namespace);
+        let entry = Root { namespace, first_child: NONE };
         let root = match self.free_roots.pop() {
             Some(root) => {
                 self.roots[root as usize] = entry;
@@ -347,7 +356,7 @@ impl PrefixCache {
                 self.roots.len() as u32 - 1
             }
         };
-        self.root_of.insert(*namespace, root);
+        self.root_of.insert(namespace, root);
         ROOT | root
     }
 
@@ -361,7 +370,7 @@ impl PrefixCache {
     ) -> Option<BlockId> {
         let parent = match parent {
             Some(parent) => parent.0,
-            None => ROOT | *self.root_of.get(namespace)?,
+            None => ROOT | *self.root_of.get(&shared_by(namespace))?,
         };
         self.find(hash, parent, tokens)
     }
@@ -400,14 +409,12 @@ impl PrefixCache {
         self.nodes[block.0 as usize].last_used = now;
     }
 
-    /// Keeps a node for at least `ttl_steps`, 0 meaning for ever. Returns whether that is longer than before.
-    pub(super) fn keep_for(&mut self, block: BlockId, ttl_steps: u32) -> bool {
+    /// Keeps a node for at least `ttl_steps`, 0 meaning for ever.
+    pub(super) fn keep_for(&mut self, block: BlockId, ttl_steps: u32) {
         let ttl = &mut self.nodes[block.0 as usize].ttl_steps;
-        let longer = *ttl != 0 && (ttl_steps == 0 || ttl_steps > *ttl);
-        if longer {
+        if *ttl != 0 && (ttl_steps == 0 || ttl_steps > *ttl) {
             *ttl = ttl_steps;
         }
-        longer
     }
 
     pub(super) fn set_ttl(&mut self, block: BlockId, ttl_steps: u32) {

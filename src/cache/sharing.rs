@@ -221,19 +221,17 @@ impl KvCache {
         }
     }
 
-    /// A node is kept no less than its children are.
+    /// Keeps a node for longer, and retains it better, if `keep` says so. It is retained no worse than its children are.
     fn raise_keep(&mut self, block: BlockId, keep: Keep) {
-        let mut at = Some(block);
         let Some(prefix) = &mut self.prefix else { return };
-        let mut first = true;
-        while let Some(node) = at {
-            let longer = prefix.keep_for(node, keep.ttl_steps);
-            let better = keep.retention > self.pool.retention(node);
-            if better {
+        prefix.keep_for(block, keep.ttl_steps);
+        let mut at = Some(block);
+        while let Some(node) = at.filter(|&node| node == block || keep.retention > self.pool.retention(node))
+        {
+            if keep.retention > self.pool.retention(node) {
                 self.pool.set_cached(node, keep.retention);
             }
-            at = if longer || better || first { prefix.parent(node) } else { None };
-            first = false;
+            at = prefix.parent(node);
         }
     }
 

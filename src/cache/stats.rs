@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-/// A snapshot of the pool. `free_blocks + cached_blocks + held_blocks + in_transfer_blocks == num_blocks`, always.
+/// A snapshot of the pools. `free_blocks + cached_blocks + held_blocks + in_transfer_blocks == num_blocks`, always, and
+/// `host_free_blocks + host_held_blocks + host_in_transfer_blocks == host_blocks`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CacheStats {
@@ -34,6 +35,8 @@ pub struct CacheStats {
     pub host_blocks: u32,
     /// Blocks of the host pool that are free.
     pub host_free_blocks: u32,
+    /// Blocks of the host pool whose content has arrived and is waited for.
+    pub host_held_blocks: u32,
     /// Blocks of the host pool whose content is on its way, out or in.
     pub host_in_transfer_blocks: u32,
     /// Blocks moved to the host pool so far.

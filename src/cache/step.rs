@@ -51,7 +51,8 @@ impl KvCache {
         let len = table.len.saturating_add(num_tokens);
         let written = layout.blocks_for(len);
         let ahead = layout.blocks_for(len.saturating_add(lookahead));
-        written.max(ahead.min(table.max_blocks))
+        let most = if fault!(LookaheadUncapped) { u32::MAX } else { table.max_blocks };
+        written.max(ahead.min(most))
     }
 
     /// The entry of the block that the next token is written into, if it is partly filled.
@@ -65,7 +66,8 @@ impl KvCache {
     fn shared_tail(&self, table: &BlockTable) -> Option<u32> {
         let entry = self.partial_tail(table)?;
         let block = *table.blocks.get(entry as usize)?;
-        (self.pool.ref_count(block) > 1 || self.is_left_longer(block, table.len)).then_some(entry)
+        let shared = self.pool.ref_count(block) > u32::from(!fault!(LastHolderCopies));
+        (shared && !fault!(SharedBlockWritten) || self.is_left_longer(block, table.len)).then_some(entry)
     }
 
     /// The same, when the block is copied before the next token is written, as the table grows by `new` blocks. What the
@@ -168,7 +170,9 @@ impl KvCache {
             self.poison("the free list is shorter than its count");
             return;
         };
-        self.pool.pin(source);
+        if !fault!(CopySourceNotHeld) {
+            self.pool.pin(source);
+        }
         self.release_block(source);
         let row = &mut self.tables[table.row as usize];
         row.blocks[entry as usize] = destination;
@@ -228,10 +232,16 @@ impl KvCache {
 
     /// Undoes the outstanding step, if there is one (I12).
     pub(crate) fn rollback_step(&mut self) {
+        if fault!(DroppedEntriesNotSent) {
+            for table in &self.step_tables {
+                let row = &mut self.tables[table.row as usize];
+                row.dirty_from = row.blocks.len() as u32;
+            }
+        }
         while let Some(undo) = self.journal.pop() {
             match undo {
                 Undo::Copied { table, entry, source, registered, borrowed, .. }
-                    if self.live(table).is_ok() =>
+                    if self.live(table).is_ok() && !fault!(RollbackKeepsCopy) =>
                 {
                     self.pool.retain(source);
                     let row = &mut self.tables[table.row as usize];
@@ -244,7 +254,9 @@ impl KvCache {
                 Undo::Grown { table, num_blocks, len } if self.live(table).is_ok() => {
                     self.shrink(table, num_blocks);
                     let row = &mut self.tables[table.row as usize];
-                    row.len = len;
+                    if !fault!(RollbackKeepsLength) {
+                        row.len = len;
+                    }
                     row.in_step = false;
                 }
                 Undo::Returned { block, slot } => self.undo_return(block, slot),

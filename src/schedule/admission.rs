@@ -6,9 +6,10 @@
 //! when nothing runs and the first one cannot be let in, whoever in line already has blocks goes.
 
 use crate::error::RequestError;
+use crate::schedule::preempt::MAX_STEPS_IN_TRANSFER;
 use crate::schedule::request::Admission;
 use crate::schedule::scheduler::{Index, Scheduler};
-use crate::schedule::sequence::{Place, State};
+use crate::schedule::sequence::{Place, Sequence, State};
 
 /// What keeps a sequence outside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,8 +57,9 @@ impl Scheduler {
         if self.running.is_empty() || !self.is_overcommitted() {
             let has_blocks = |other| self.running.is_empty() && self.get(other).table.is_some();
             let entitled = |&other: &Index| self.get(other).promised || has_blocks(other);
-            let others: Vec<Index> =
-                self.waiting.iter().copied().skip(position + 1).filter(entitled).collect();
+            let refused = self.waiting.get(position).map(|&index| self.get(index).place());
+            let behind = |&other: &Index| refused.is_some_and(|refused| self.get(other).place() > refused);
+            let others: Vec<Index> = self.claimants.iter().copied().filter(behind).filter(entitled).collect();
             for other in others {
                 match self.try_admit(other) {
                     Ok(()) => return Ok(other),
@@ -76,9 +78,13 @@ impl Scheduler {
             return Err(Lacking::Table);
         }
         let table = self.get(index).table;
-        if table.is_some_and(|table| !self.cache.can_return(table)) {
+        let returns = table.is_some_and(|table| self.cache.host_blocks_of(table) > 0);
+        let busy = returns && self.cache.num_transfers() >= MAX_STEPS_IN_TRANSFER;
+        if busy || table.is_some_and(|table| !self.cache.can_return(table)) {
             return Err(Lacking::Transfers);
         }
+        self.reconsider_return(index);
+        let table = self.get(index).table;
         self.match_prefix(index);
         let evictions = self.cache.num_evictions();
         if self.waits_for_twin(index) {
@@ -111,6 +117,7 @@ impl Scheduler {
             Some(&first) if first == index => drop(self.waiting.pop_front()),
             _ => self.waiting.retain(|&other| other != index),
         }
+        self.claimants.retain(|&other| other != index);
         let blocks = self.cache.config().layout().blocks_for(max_tokens) as usize;
         let sequence = self.get_mut(index);
         // Growing to the declared maximum reallocates nothing.
@@ -143,7 +150,10 @@ impl Scheduler {
         self.get_mut(index).promised = true;
         loop {
             let lacking = match self.check_promise() {
-                Ok(()) if self.ensure_tables(index, None) => return Ok(()),
+                Ok(()) if self.ensure_tables(index, None) => {
+                    self.note_claims(index);
+                    return Ok(());
+                }
                 Err(RequestError::PromiseExceeded { needed, available }) => {
                     // Alone, a request is stopped by nothing but its own size.
                     if self.is_alone(index) && self.give_up_pinned_content() {
@@ -166,7 +176,7 @@ impl Scheduler {
     /// Whether nobody runs, and nobody else is promised anything.
     fn is_alone(&self, index: Index) -> bool {
         let promised = |&other: &Index| other != index && self.get(other).promised;
-        self.running.is_empty() && !self.waiting.iter().any(promised)
+        self.running.is_empty() && !self.claimants.iter().any(promised)
     }
 
     fn admit_fitting(&mut self, index: Index) -> Result<(), Lacking> {
@@ -208,12 +218,14 @@ impl Scheduler {
         // A block that matches in part is taken, and copied.
         let adopted = found.map_or(0, |found| found.blocks.len() as u32);
         let own = layout.blocks_for(target).saturating_sub(self.table_blocks(sequence) + adopted);
-        // Prompts that are being read still need blocks that they were let in for.
+        // Prompts that are being read still need blocks that they were let in for. Those of lower classes step back.
+        let steps_back =
+            |other: &Sequence| other.priority > sequence.priority && other.place() > sequence.place();
         let owed: u32 = self
             .running
             .iter()
             .map(|&other| self.get(other))
-            .filter(|other| !other.protected)
+            .filter(|other| !other.protected && !steps_back(other))
             .map(|other| layout.blocks_for(other.len()).saturating_sub(self.table_blocks(other)))
             .sum();
         let watermark = if self.running.is_empty() { 0 } else { watermark_blocks };
@@ -227,6 +239,7 @@ impl Scheduler {
 
     /// Whether a sequence may not be preempted any more (I9).
     pub(super) fn is_at_bound(&self, index: Index) -> bool {
-        self.is_overcommitted() && self.get(index).preemptions >= self.config.max_preemptions
+        let bound = if fault!(PreemptedWithoutBound) { u32::MAX } else { self.config.max_preemptions };
+        self.is_overcommitted() && self.get(index).preemptions >= bound
     }
 }

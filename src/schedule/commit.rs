@@ -58,7 +58,10 @@ impl Scheduler {
         // One valid result confirms all that was computed before it, and a sequence that asks for none says so itself.
         let valid = |result: &RowResult| *result != RowResult::Invalid;
         let sequence = self.get_mut(index);
-        if answers.results.iter().any(valid) || (!sequence.wants_token() && sequence.uncomputed() == 0) {
+        if answers.results.iter().any(valid)
+            || fault!(InvalidRemembered)
+            || (!sequence.wants_token() && sequence.uncomputed() == 0)
+        {
             sequence.confirmed = sequence.computed;
             self.register_blocks(index);
         }
@@ -73,7 +76,7 @@ impl Scheduler {
         };
         // Rows of refused drafts and blocks reserved ahead return.
         let sequence = self.get(index);
-        if let Some(table) = sequence.table {
+        if let Some(table) = sequence.table.filter(|_| !fault!(RefusedDraftsStay)) {
             let cut = self.cache.truncate(table, sequence.computed);
             debug_assert!(cut.is_ok(), "a committed table is cut to what is computed: {cut:?}");
         }
@@ -89,7 +92,8 @@ impl Scheduler {
         let rows = std::mem::take(&mut sequence.planned_rows);
         sequence.planned_logits = 0;
         let before = sequence.computed;
-        let end = before + rows.min(sequence.uncomputed());
+        let known = if fault!(DraftsCountedIn) { rows } else { sequence.uncomputed() };
+        let end = before + rows.min(known);
         sequence.computed = end;
         let again = sequence.high_water.clamp(before, end) - before;
         sequence.high_water = sequence.high_water.max(end);
@@ -247,7 +251,7 @@ impl Scheduler {
         for sample in pending {
             self.tell_aborted(index, sample);
         }
-        if reason == FinishReason::Invalid {
+        if reason == FinishReason::Invalid && !fault!(InvalidRemembered) {
             self.forget_blocks(index);
         }
         let sequence = self.get(index);

@@ -62,6 +62,15 @@ impl Scheduler {
         let place = |index: &Index| self.get(*index).place();
         assert!(self.running.iter().map(place).is_sorted(), "running sequences are out of order");
         assert!(self.waiting.iter().map(place).is_sorted(), "waiting sequences are out of order");
+        assert!(self.claimants.iter().map(place).is_sorted(), "claimants are out of order");
+        let in_line = self.claimants.iter().all(|&index| self.get(index).state == State::Waiting);
+        assert!(in_line, "a claimant is not in line");
+        let listed = |index: &Index| self.claimants.iter().filter(|&other| other == index).count();
+        let missed = self
+            .waiting
+            .iter()
+            .find(|&index| listed(index) > 1 || (listed(index) == 0 && self.get(*index).has_claims()));
+        assert_eq!(missed, None, "a sequence in line that holds something is not listed once");
         let protected = self.running.iter().filter(|&&index| self.get(index).protected).count();
         assert_eq!(protected as u32, self.num_protected, "I9: protected sequences are miscounted");
         if self.config.admission == Admission::Guaranteed {

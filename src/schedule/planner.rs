@@ -5,7 +5,7 @@
 //! step begins where this one ended. Then, unless somebody was preempted, requests in line are let in while rows are
 //! left.
 
-use crate::ids::TokenId;
+use crate::ids::{SequenceId, TokenId};
 use crate::schedule::admission::Lacking;
 use crate::schedule::request::{Schedule, WaitReason};
 use crate::schedule::scheduler::{Index, Scheduler};
@@ -83,6 +83,12 @@ impl Scheduler {
         }
     }
 
+    /// The sequences of the outstanding plan, in the order of its rows: whose adapter or namespace they belong to. Samples
+    /// that have not parted go by the first one that lives. Empty when no step is outstanding.
+    pub fn planned_sequences(&self) -> impl Iterator<Item = SequenceId> {
+        self.planned.iter().map(|&index| self.get(index).id)
+    }
+
     /// Plans a step. Returns what the first in line lacks, if it was asked.
     fn fill(&mut self, plan: &mut StepPlan, budget: &mut Budget) -> Option<Lacking> {
         let displaced = self.displace();
@@ -94,11 +100,12 @@ impl Scheduler {
                 // Blocks that the last in order gave up are for those before it.
                 continue;
             }
-            if self.stats.preemptions == start {
+            if self.stats.preemptions == start || fault!(AdmittedAfterPreempting) {
                 lacking = self.admit(plan, budget, displaced);
             }
             let nobody = self.running.is_empty() && self.waiting.is_empty();
-            if plan.num_rows() > 0 || nobody || std::mem::replace(&mut self.last_resort, true) {
+            let gives_up = fault!(NoLastResort);
+            if plan.num_rows() > 0 || nobody || gives_up || std::mem::replace(&mut self.last_resort, true) {
                 self.last_resort = false;
                 return lacking;
             }
@@ -165,20 +172,23 @@ impl Scheduler {
             let split = order.partition_point(|&index| self.get(index).place() < first);
             order.rotate_left(split);
         }
+        // One pass over the records, which are many: rows that decoding ones want, and who else is there.
         let mut set_aside = Budget { rows: 0, work: 0 };
+        self.shares.clear();
         for &index in &order {
-            if let Some(wanted) = decode_wants(self.get(index)) {
-                set_aside = set_aside.plus(wanted);
+            match decode_wants(self.get(index)) {
+                Some(wanted) => set_aside = set_aside.plus(wanted),
+                None => self.shares.push((index, 0)),
             }
         }
         // A prompt that is being read needs a row, too.
-        let prompt = order.iter().map(|&index| self.get(index)).find(|&other| decode_wants(other).is_none());
+        let prompt = self.shares.first().map(|share| self.get(share.0));
         let least = prompt.map_or(Budget { rows: 0, work: 0 }, |prompt| Budget::of(prompt.computed, 1));
         let takes_turns = !budget.covers(set_aside.plus(least));
         if takes_turns {
             set_aside = Budget { rows: 0, work: 0 };
         }
-        self.share_rows(&order, budget.minus(set_aside).rows);
+        self.share_rows(budget.minus(set_aside).rows);
         for &index in &order {
             if self.get(index).state != State::Running {
                 continue;
@@ -202,10 +212,8 @@ impl Scheduler {
     /// Shares `rows` rows out among the prompts that are being read: each takes half of what is left, the last one all of
     /// it, and what is left then goes to the first ones. So a short prompt is read at once while a long one is read on.
     /// While somebody may be let in, whatever half is left is for them.
-    fn share_rows(&mut self, order: &[Index], rows: u32) {
+    fn share_rows(&mut self, rows: u32) {
         let mut shares = std::mem::take(&mut self.shares);
-        shares.clear();
-        shares.extend(order.iter().filter(|&&index| !self.get(index).is_decoding()).map(|&index| (index, 0)));
         let newcomers = self.may_let_in();
         let (mut left, last) = (rows, shares.len().saturating_sub(1));
         for (place, share) in shares.iter_mut().enumerate() {
@@ -297,6 +305,12 @@ impl Scheduler {
             debug_assert!(false, "blocks were counted before they were taken");
             return Planned::NoRoom;
         };
+        if fault!(RegisteredWhenPlanned) {
+            let known = &sequence.tokens[..start + known as usize];
+            let mut hashes = Vec::new();
+            self.cache.extend_hashes(&sequence.namespace, known, &mut hashes);
+            self.cache.register(table, &sequence.namespace, known, &hashes, |_| Default::default());
+        }
         self.request_logits(plan, index, first_row, rows, known);
         self.planned.push(index);
         Planned::Rows(Budget::of(computed, rows))

@@ -12,6 +12,35 @@ use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::State;
 use crate::schedule::step_plan::TransferReport;
 
+/// Steps whose transfers may be under way at a time. More means that nobody collects them, and the device part keeps
+/// staging memory for each.
+pub(super) const MAX_STEPS_IN_TRANSFER: usize = 4;
+
+/// How much of what victims had computed the prefix cache still had when they came back, lately.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct FoundAgain {
+    found: u64,
+    wanted: u64,
+}
+
+impl FoundAgain {
+    /// Tokens after which what was seen before counts half.
+    const MEMORY: u64 = 1 << 16;
+
+    pub(super) fn note(&mut self, found: u32, wanted: u32) {
+        self.found += u64::from(found.min(wanted));
+        self.wanted += u64::from(wanted);
+        if self.wanted > Self::MEMORY {
+            (self.found, self.wanted) = (self.found / 2, self.wanted / 2);
+        }
+    }
+
+    /// From 0 to 1; 0 where nothing is known.
+    fn rate(self) -> f64 {
+        self.found as f64 / self.wanted.max(1) as f64
+    }
+}
+
 impl Scheduler {
     /// How fast the machine is, for [`PreemptionMode::Auto`]. Rates that are not positive count as not known.
     pub fn set_rates(&mut self, rates: Rates) {
@@ -19,9 +48,8 @@ impl Scheduler {
         self.rates = known.then_some(rates);
     }
 
-    /// Takes note of transfers that the device part is done with
-    /// ([`PagedAttention::poll_transfers`](crate::PagedAttention::poll_transfers)): blocks that have arrived can come
-    /// back, and slots that were read are free. What did not arrive is computed again. Reports of dropped steps, and
+    /// Takes note of transfers that the device part is done with (`PagedAttention::poll_transfers`): blocks that have
+    /// arrived can come back, and slots that were read are free. What did not arrive is computed again. Reports of dropped steps, and
     /// repeated ones, are ignored; any order will do.
     pub fn complete_transfers(&mut self, reports: &[TransferReport]) {
         for report in reports {
@@ -115,6 +143,10 @@ impl Scheduler {
         if needed == 0 {
             return (false, PreemptionReason::NothingToMove);
         }
+        let steps = self.cache.num_transfers();
+        if steps >= MAX_STEPS_IN_TRANSFER {
+            return (false, PreemptionReason::TransfersPending { steps });
+        }
         let why = match (mode, self.rates) {
             (PreemptionMode::Auto, Some(rates)) => self.compare(index, needed, rates),
             (PreemptionMode::Auto, None) => PreemptionReason::NoRates,
@@ -136,15 +168,40 @@ impl Scheduler {
     /// Seconds that a victim costs either way.
     fn compare(&self, index: Index, blocks: u32, rates: Rates) -> PreemptionReason {
         let config = self.cache.config();
-        let sequence = self.get(index);
-        // What stays shared need not be computed again where it can be found.
-        let shared = (self.table_blocks(sequence) - blocks) * config.block_size();
-        let found = if self.cache.has_prefix_cache() { shared } else { 0 };
-        let tokens = sequence.computed.saturating_sub(found);
         let bytes = 2.0 * f64::from(blocks) * config.bytes_per_block() as f64;
+        let computed = self.get(index).computed;
+        // What stays shared need not be computed again where it can be found, nor what is found again as a rule.
+        let found = if self.cache.has_prefix_cache() {
+            let shared = (self.table_blocks(self.get(index)) - blocks) * config.block_size();
+            shared.max((f64::from(computed) * self.found_again.rate()) as u32)
+        } else {
+            0
+        };
         PreemptionReason::Rates {
             swap_s: bytes / rates.swap_bytes_per_s,
-            recompute_s: f64::from(tokens) / rates.prefill_tokens_per_s,
+            recompute_s: f64::from(computed.saturating_sub(found)) / rates.prefill_tokens_per_s,
+        }
+    }
+
+    /// Gives up a sequence's blocks in the host pool if, as the machine and the prefix cache are now, its tokens are
+    /// better computed again.
+    pub(super) fn reconsider_return(&mut self, index: Index) {
+        let blocks = self.blocks_returning(index);
+        let (PreemptionMode::Auto, Some(rates), true) = (self.config.preemption, self.rates, blocks > 0)
+        else {
+            return;
+        };
+        let Some(sequence) = self.records[index].as_mut() else { return };
+        self.cache.extend_hashes(&sequence.namespace, &sequence.tokens, &mut sequence.hashes);
+        let found = &mut self.matched.found;
+        self.cache.find_match(&sequence.namespace, &sequence.tokens, &sequence.hashes, found);
+        let tokens = sequence.computed.saturating_sub(found.num_tokens(self.cache.config().block_size()));
+        let bytes = f64::from(blocks) * self.cache.config().bytes_per_block() as f64;
+        if bytes / rates.swap_bytes_per_s > f64::from(tokens) / rates.prefill_tokens_per_s {
+            self.release_table(index);
+        } else {
+            let computed = self.get(index).computed;
+            self.found_again.note(computed - tokens, computed);
         }
     }
 
@@ -189,20 +246,26 @@ impl Scheduler {
         if table.is_some_and(|table| !self.cache.can_return(table)) {
             return false;
         }
-        let width: u32 = self.running.iter().map(|&other| self.get(other).width()).sum();
-        let excess = (width + self.get(first).width()).saturating_sub(self.max_running());
-        if excess > 0 {
-            let last = self.running.iter().rev().copied().find(|&other| is_lower(self, other));
-            let last = last.filter(|&last| self.get(last).width() >= excess);
-            last.inspect(|&last| self.evict(last, Some(first)));
-            return last.is_some();
+        let excess = |scheduler: &Self| {
+            let running: u32 = scheduler.running.iter().map(|&other| scheduler.get(other).width()).sum();
+            (running + scheduler.get(first).width()).saturating_sub(scheduler.max_running())
+        };
+        let lower = self.running.iter().copied().filter(|&other| is_lower(self, other));
+        if lower.map(|other| self.get(other).width()).sum::<u32>() < excess(self) {
+            return false;
         }
         self.match_prefix(first);
         let needed = self.blocks_to_enter(first);
-        let displaced = self.missing_to(first, needed) > 0
-            && !self.can_reclaim(first, needed)
-            && self.displace_for(first, needed);
+        let fits = self.missing_to(first, needed) == 0 || self.can_reclaim(first, needed);
+        let lets_in = !self.waits_for_twin(first) && (fits || self.displace_for(first, needed));
         self.matched.index = None;
+        let mut displaced = lets_in && !fits;
+        while lets_in && excess(self) > 0 {
+            let last = self.running.iter().rev().copied().find(|&other| is_lower(self, other));
+            let Some(last) = last else { break };
+            self.evict(last, Some(first));
+            displaced = true;
+        }
         displaced
     }
 

@@ -71,6 +71,9 @@ impl Scheduler {
         let report = PrefixReport { cached_tokens: cached, wanted_tokens: wanted, miss: found.miss };
         sequence.computed = cached;
         sequence.confirmed = cached;
+        if sequence.preemptions > 0 {
+            self.found_again.note(cached, sequence.high_water);
+        }
         sequence.high_water = sequence.high_water.max(cached);
         sequence.adopted_blocks = found.blocks.len() as u32;
         sequence.prefix = report;

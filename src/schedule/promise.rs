@@ -59,7 +59,7 @@ impl Scheduler {
             remaining += self.blocks_at_most(sequence, cut).saturating_sub(u64::from(own));
             for &block in &blocks[..own as usize] {
                 let block = &mut blocks_of_pool[block.index() as usize];
-                held += u64::from(block.holders == 0);
+                held += u64::from(block.holders == 0 && !(fault!(HitNotPromised) && found.is_some()));
                 block.holders += 1;
             }
             let len = table.and_then(|table| self.cache.len(table).ok()).unwrap_or(0).min(end);
@@ -79,6 +79,7 @@ impl Scheduler {
         let tails = tails.iter().map(|tail| &blocks_of_pool[tail.index() as usize]);
         let copies: u64 =
             tails.map(|block| u64::from(block.writers.min(block.holders - u32::from(!block.stays)))).sum();
+        let copies = if fault!(CopyNotPromised) { 0 } else { copies };
         u32::try_from(remaining + held + copies).unwrap_or(u32::MAX)
     }
 

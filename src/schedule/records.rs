@@ -111,7 +111,10 @@ impl Scheduler {
     /// Takes a sequence out of the queue that its state names.
     pub(super) fn leave_queue(&mut self, index: Index) {
         match self.get(index).state {
-            State::Waiting => self.waiting.retain(|&other| other != index),
+            State::Waiting => {
+                self.waiting.retain(|&other| other != index);
+                self.claimants.retain(|&other| other != index);
+            }
             State::Running => self.running.retain(|&other| other != index),
             State::Kept => self.kept.retain(|&other| other != index),
         }
@@ -152,6 +155,18 @@ impl Scheduler {
         let place = self.get(index).place();
         let position = self.waiting.partition_point(|&other| self.get(other).place() < place);
         self.waiting.insert(position, index);
+        if self.get(index).has_claims() {
+            self.note_claims(index);
+        }
+    }
+
+    /// Files a sequence in line among those that may hold something.
+    pub(super) fn note_claims(&mut self, index: Index) {
+        let place = self.get(index).place();
+        let position = self.claimants.partition_point(|&other| self.get(other).place() < place);
+        if self.claimants.get(position) != Some(&index) {
+            self.claimants.insert(position, index);
+        }
     }
 
     /// Puts a running sequence among the others, at its place.

@@ -92,7 +92,8 @@ impl Request {
     }
 
     /// How the prefix cache keeps the blocks that lie within `tokens` (positions in the sequence) once nobody holds
-    /// them; with `ttl_steps`, for that many steps since they were last used. Of ranges that overlap, the best counts.
+    /// them; with `ttl_steps`, for that many steps since they were last used, and whatever continues them no longer. Of
+    /// ranges that overlap, the best counts.
     ///
     /// A system prompt that stays: `.retain(0..600, Retention::Pinned, None)`.
     pub fn retain(mut self, tokens: Range<u32>, retention: Retention, ttl_steps: Option<u32>) -> Self {
@@ -124,7 +125,8 @@ pub enum PreemptionMode {
     Recompute,
     /// Their blocks are moved to the host pool and back, bit for bit; where it is full, they are computed again.
     Swap,
-    /// Whichever takes less time by [`Rates`]; without rates, they are moved.
+    /// Whichever takes less time by [`Rates`]; without rates, they are moved. What was moved is computed again if that
+    /// has become the quicker way by the time it would return.
     Auto,
 }
 
@@ -210,6 +212,12 @@ pub enum PreemptionReason {
     },
     /// All its blocks are shared with others.
     NothingToMove,
+    /// Too many transfers have not been reported
+    /// ([`Scheduler::complete_transfers`](crate::Scheduler::complete_transfers)).
+    TransfersPending {
+        /// Steps that have not been reported.
+        steps: usize,
+    },
 }
 
 /// What the prefix cache had for a sequence when it was last let in.
@@ -449,7 +457,7 @@ pub struct SchedulerStats {
     pub recomputed_tokens: u64,
     /// Sequences preempted.
     pub preemptions: u64,
-    /// Of these, sequences whose blocks were moved to the host pool.
+    /// Moves of a sequence's blocks to the host pool: of preempted, waiting and kept ones.
     pub swaps_out: u64,
     /// Sequences whose blocks came back from the host pool.
     pub swaps_in: u64,

@@ -114,7 +114,7 @@ impl Scheduler {
         let place = self.get(index).place();
         let kept = self.kept.iter().copied().filter(|&kept| self.get(kept).table.is_some());
         // A turn or branch that waits in line holds blocks as a kept sequence does; under guarantee they are promised.
-        let waiting = self.waiting.iter().rev().copied().filter(move |&other| {
+        let waiting = self.claimants.iter().rev().copied().filter(move |&other| {
             let within_reach = resort == Resort::Last || self.get(other).place() > place;
             within_reach && other != index && self.get(other).table.is_some() && !self.get(other).promised
         });
@@ -153,7 +153,7 @@ impl Scheduler {
         // Those that free nothing, or less than what is freed beyond need, are spared.
         for place in (0..enough).rev() {
             let spared = freed.freed_by(self, candidates[place]);
-            if freed.blocks - spared >= missing {
+            if freed.blocks - spared + u32::from(fault!(VictimsFreeTooLittle)) >= missing {
                 freed.remove(self, candidates[place]);
                 candidates.remove(place);
             }
@@ -204,7 +204,7 @@ impl Scheduler {
         if missing == 0 {
             return true;
         }
-        let waiting = self.waiting.iter().rev().filter(|_| parent.is_none());
+        let waiting = self.claimants.iter().rev().filter(|_| parent.is_none());
         let idle = self.kept.iter().chain(waiting).copied().filter(|&other| {
             let sequence = self.get(other);
             other != index && Some(other) != parent && sequence.table.is_some() && !sequence.promised
@@ -241,7 +241,7 @@ impl Scheduler {
                 (None, None) => 0,
             }
         };
-        let others: u32 = self.running.iter().chain(&self.waiting).map(|&other| set_aside(other)).sum();
+        let others: u32 = self.running.iter().chain(&self.claimants).map(|&other| set_aside(other)).sum();
         let sequence = self.get(index);
         let own = u32::from(sequence.table.is_some());
         (sequence.width() + others).saturating_sub(self.cache.free_tables() + own)

@@ -10,6 +10,7 @@ use crate::config::CacheConfig;
 use crate::error::{Error, RequestError};
 use crate::ids::{RequestId, SequenceId, TokenId};
 use crate::schedule::admission::Refusal;
+use crate::schedule::preempt::FoundAgain;
 use crate::schedule::prefix::Matched;
 use crate::schedule::request::{Admission, Rates, Request, SchedulerConfig, SchedulerStats, StepEvent};
 use crate::schedule::sequence::{PendingFork, Place, Sequence, State};
@@ -54,6 +55,9 @@ pub struct Scheduler {
     pub(super) running: Vec<Index>,
     /// By place.
     pub(super) waiting: VecDeque<Index>,
+    /// Those in line that may hold a table, or have one set aside, or are promised blocks, by place: whoever has given all
+    /// that up since may be among them. So no step walks the whole queue.
+    pub(super) claimants: Vec<Index>,
     /// Least recently finished first.
     pub(super) kept: VecDeque<Index>,
     /// Sequences of the outstanding plan, in its order.
@@ -70,6 +74,7 @@ pub struct Scheduler {
     /// What the prefix cache has for the sequence at the door.
     pub(super) matched: Matched,
     pub(super) rates: Option<Rates>,
+    pub(super) found_again: FoundAgain,
     /// The step that is planned has no rows yet, and nobody finds room by usual means.
     pub(super) last_resort: bool,
     /// Whom the last step left outside, and the releases until then: nobody else is let in before more return.
@@ -107,6 +112,7 @@ impl Scheduler {
             by_id: BTreeMap::new(),
             running: Vec::new(),
             waiting: VecDeque::new(),
+            claimants: Vec::new(),
             kept: VecDeque::new(),
             planned: Vec::new(),
             pending_forks: Vec::new(),
@@ -117,6 +123,7 @@ impl Scheduler {
             events_are_told: false,
             matched: Matched::default(),
             rates: None,
+            found_again: FoundAgain::default(),
             last_resort: false,
             closed_at: None,
             resume_at: None,
@@ -430,7 +437,7 @@ impl Scheduler {
         let config = self.cache.config();
         let max_tokens = config.max_sequence_tokens();
         let needed = len as u64 + u64::from(request.max_new_tokens.unwrap_or(0));
-        if needed > u64::from(max_tokens) {
+        if needed > u64::from(max_tokens) && !fault!(MaximumUnchecked) {
             return Err(RequestError::ExceedsContext { needed, max_tokens });
         }
         let pool_tokens = config.num_blocks() * config.block_size();

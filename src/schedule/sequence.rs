@@ -124,6 +124,11 @@ impl Sequence {
         (self.drafts.len() as u32).min(self.max_tokens - self.len() - 1)
     }
 
+    /// Whether it has something that others wait for, or will have: a table, one set aside, or a promise.
+    pub(super) fn has_claims(&self) -> bool {
+        self.table.is_some() || self.fork.is_some() || self.promised
+    }
+
     /// Running sequences that this one stands for: its samples until they part.
     pub(super) fn width(&self) -> u32 {
         (self.pending_samples.len() as u32).max(1)

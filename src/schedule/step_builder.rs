@@ -47,7 +47,9 @@ pub(super) fn push_rows(
     plan.token_ids.extend_from_slice(drafts);
     plan.positions.extend(start..end);
     plan.slot_mapping.extend((start..end).map(|position| {
-        blocks[(position / block_size) as usize].index() * block_size + position % block_size
+        let slot = position % block_size;
+        let slot = if fault!(SlotShared) { slot & !1 } else { slot };
+        blocks[(position / block_size) as usize].index() * block_size + slot
     }));
     plan.query_starts.push(first_row + num_tokens);
     plan.context_lens.push(end);

@@ -6,14 +6,18 @@ mod cache_bugs;
 mod cache_model;
 mod config_numbers;
 mod drafts;
+#[cfg(feature = "faults")]
+mod faults;
 mod model;
 mod preemption;
 mod promises;
 mod properties;
 mod reference;
 mod reference_bugs;
+mod residency;
 mod rig;
 mod scenarios;
 mod scheduler_bugs;
 mod simulated_device;
+mod simulation;
 mod tidy;

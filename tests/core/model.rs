@@ -4,11 +4,11 @@
 //! The model computes the same function over the tokens it keeps itself, so a run with preemptions, copies, forks and
 //! dropped plans must produce the very tokens that a run without any of them produces.
 
-use crate::simulated_device::{SimulatedDevice, history, then};
+use crate::simulated_device::{Device, history, then};
 use paged_kv::{
-    Admission, CacheConfig, CommitError, FinishReason, Namespace, Priority, Request, RequestError, RequestId,
-    Retention, RowResult, Schedule, Scheduler, SchedulerConfig, SequenceId, StepEvent, StepPlan,
-    TransferReport, WaitReason,
+    Admission, CacheConfig, CommitError, FinishReason, Namespace, Priority, Rates, Request, RequestError,
+    RequestId, Retention, RowResult, Schedule, Scheduler, SchedulerConfig, SequenceId, StepEvent, StepPlan,
+    WaitReason,
 };
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -29,13 +29,17 @@ pub(crate) struct Turn {
     pub(crate) stops: bool,
     pub(crate) priority: Priority,
     pub(crate) salt: u64,
+    /// Leading tokens that follow from another seed: a system prompt that others have, too.
+    pub(crate) system: u32,
+    pub(crate) system_seed: u32,
     /// Leading tokens that stay in the prefix cache in their own way.
     pub(crate) retain: Option<(u32, Retention, Option<u32>)>,
 }
 
 impl Turn {
     fn tokens(&self) -> Vec<u32> {
-        (0..self.len).map(|index| answer(u64::from(self.seed), index)).collect()
+        let seed = |index| if index < self.system { self.system_seed } else { self.seed };
+        (0..self.len).map(|index| answer(u64::from(seed(index)), index)).collect()
     }
 
     fn stop_tokens(&self) -> &'static [u32] {
@@ -61,6 +65,7 @@ impl Turn {
 #[derive(Clone, Debug)]
 struct Chat {
     tokens: Vec<u32>,
+    salt: u64,
     max_len: usize,
     to_context_end: bool,
     stops: &'static [u32],
@@ -91,9 +96,11 @@ impl Chat {
 }
 
 #[derive(Debug)]
-struct Outstanding {
+struct Outstanding<Seen> {
     plan: StepPlan,
-    seen: Option<Vec<u64>>,
+    /// The namespace of each of its sequences.
+    salts: Vec<u64>,
+    seen: Option<Vec<Seen>>,
 }
 
 /// What a commit said about one sequence.
@@ -115,6 +122,7 @@ pub(crate) struct Reached {
     pub(crate) hit_tokens: u64,
     pub(crate) evictions: u64,
     pub(crate) swaps_in: u64,
+    pub(crate) cuts: u64,
 }
 
 impl Reached {
@@ -129,39 +137,80 @@ impl Reached {
             hit_tokens: self.hit_tokens + other.hit_tokens,
             evictions: self.evictions + other.evictions,
             swaps_in: self.swaps_in + other.swaps_in,
+            cuts: self.cuts + other.cuts,
         }
+    }
+
+    /// How often it came to what was rarest.
+    pub(crate) fn rarest(self) -> u64 {
+        let Self {
+            preemptions,
+            reclaimed,
+            copies,
+            accepted_drafts,
+            late_cuts,
+            promises_refused,
+            hit_tokens,
+            evictions,
+            swaps_in,
+            cuts,
+        } = self;
+        let rare = [
+            preemptions,
+            reclaimed,
+            copies,
+            accepted_drafts,
+            late_cuts,
+            promises_refused,
+            hit_tokens,
+            evictions,
+            swaps_in,
+            cuts,
+        ];
+        rare.into_iter().min().unwrap_or_default()
     }
 }
 
 /// Scheduler, simulated device and model side by side.
 #[derive(Debug)]
-pub(crate) struct World {
+pub(crate) struct World<D: Device> {
     scheduler: Scheduler,
     config: SchedulerConfig,
     cache: CacheConfig,
-    device: SimulatedDevice,
+    pub(crate) device: D,
+    /// Sequences at a time.
+    pub(crate) max_chats: usize,
     chats: BTreeMap<SequenceId, Chat>,
-    plan: Option<Outstanding>,
+    plan: Option<Outstanding<D::Seen>>,
     /// A step was planned and neither committed nor rolled back yet, whether its plan still exists or not.
     in_step: bool,
     /// Sequences whose logits the outstanding step wants.
     with_logits: BTreeSet<SequenceId>,
     generated: u64,
+    /// Of requests, and of sequences that were extended.
+    priorities: BTreeMap<RequestId, Priority>,
+    extended: BTreeMap<SequenceId, Priority>,
+    /// Since the last commit.
+    schedule_calls: u32,
     pub(crate) reached: Reached,
 }
 
-impl World {
+impl<D: Device> World<D> {
     pub(crate) fn new(config: SchedulerConfig, cache: CacheConfig) -> Self {
         Self {
             scheduler: Scheduler::new(config, cache).unwrap(),
             config,
             cache,
-            device: SimulatedDevice::new(&cache),
+            device: D::new(&cache),
+            max_chats: 12,
             chats: BTreeMap::new(),
             plan: None,
             in_step: false,
             with_logits: BTreeSet::new(),
             generated: 0,
+            priorities: BTreeMap::new(),
+            extended: BTreeMap::new(),
+            schedule_calls: 0,
             reached: Reached::default(),
         }
     }
@@ -190,6 +239,34 @@ impl World {
             cache.num_blocks,
             "I1: {cache:?}"
         );
+        assert!(
+            cache.host_free_blocks + cache.host_in_transfer_blocks <= cache.host_blocks,
+            "I1: the host pool: {cache:?}"
+        );
+        assert!(stats.prefix_hit_tokens <= stats.prefix_wanted_tokens, "I6: {stats:?}");
+    }
+
+    /// Requests that have not ended, with the rows that each may need at most if it is computed once.
+    pub(crate) fn unfinished(&self) -> impl Iterator<Item = (SequenceId, u64)> {
+        let rows = |chat: &Chat| (chat.max_len * chat.samples.len().max(1)) as u64;
+        self.chats.iter().filter(|(_, chat)| !chat.kept).map(move |(&id, chat)| (id, rows(chat)))
+    }
+
+    pub(crate) fn config(&self) -> &SchedulerConfig {
+        &self.config
+    }
+
+    pub(crate) fn num_chats(&self) -> usize {
+        self.chats.len()
+    }
+
+    pub(crate) fn set_rates(&mut self, rates: Rates) {
+        self.scheduler.set_rates(rates);
+    }
+
+    /// All hashes of the prefix cache are alike from now on.
+    pub(crate) fn make_hashes_collide(&mut self) {
+        self.scheduler.set_constant_hash(Some(0));
     }
 
     fn pick(&self, index: usize) -> Option<SequenceId> {
@@ -204,10 +281,11 @@ impl World {
         }
     }
 
-    fn chat(&self, tokens: Vec<u32>, turn: &Turn, samples: Vec<u32>) -> Chat {
+    fn chat(&self, tokens: Vec<u32>, salt: u64, turn: &Turn, samples: Vec<u32>) -> Chat {
         Chat {
             max_len: self.limit(tokens.len(), turn.max_new),
             tokens,
+            salt,
             to_context_end: turn.max_new.is_none(),
             stops: turn.stop_tokens(),
             keep: turn.keep,
@@ -221,7 +299,7 @@ impl World {
     }
 
     /// What a refused operation must leave as it was.
-    fn snapshot(&self) -> impl PartialEq + std::fmt::Debug + use<> {
+    fn snapshot(&self) -> impl PartialEq + std::fmt::Debug + use<D> {
         let stats = self.scheduler.stats();
         let queues = (stats.running, stats.waiting, stats.kept);
         let cache = stats.cache;
@@ -231,14 +309,15 @@ impl World {
     }
 
     pub(crate) fn add(&mut self, turn: &Turn) -> Option<RequestId> {
-        if self.chats.len() >= 12 {
+        if self.chats.len() >= self.max_chats {
             return None;
         }
         let before = self.snapshot();
         match self.scheduler.add(turn.request()) {
             Ok(id) => {
-                let chat = self.chat(turn.tokens(), turn, (0..turn.samples).collect());
+                let chat = self.chat(turn.tokens(), turn.salt, turn, (0..turn.samples).collect());
                 self.chats.insert(id.sample(0), chat);
+                self.priorities.insert(id, turn.priority);
                 Some(id)
             }
             Err(error) => {
@@ -255,15 +334,16 @@ impl World {
     }
 
     pub(crate) fn fork(&mut self, index: usize, at: usize, turn: &Turn) {
-        let Some(parent) = self.pick(index).filter(|_| self.chats.len() < 12) else { return };
+        let Some(parent) = self.pick(index).filter(|_| self.chats.len() < self.max_chats) else { return };
         let at = at % (self.chats[&parent].tokens.len() + 2);
         let before = self.snapshot();
         match self.scheduler.fork(parent, at, turn.request()) {
             Ok(id) => {
                 let mut tokens = self.chats[&parent].tokens[..at].to_vec();
                 tokens.extend(turn.tokens());
-                let chat = self.chat(tokens, turn, (0..turn.samples).collect());
+                let chat = self.chat(tokens, self.chats[&parent].salt, turn, (0..turn.samples).collect());
                 self.chats.insert(id.sample(0), chat);
+                self.priorities.insert(id, turn.priority);
             }
             Err(error) => {
                 assert_eq!(self.snapshot(), before, "{error}");
@@ -285,8 +365,9 @@ impl World {
             Ok(()) => {
                 let mut tokens = self.chats[&id].tokens.clone();
                 tokens.extend(turn.tokens());
-                let chat = self.chat(tokens, &turn, Vec::new());
+                let chat = self.chat(tokens, self.chats[&id].salt, &turn, Vec::new());
                 self.chats.insert(id, chat);
+                self.extended.insert(id, turn.priority);
             }
             Err(error) => assert_eq!(self.snapshot(), before, "{error}"),
         }
@@ -299,6 +380,7 @@ impl World {
         let before = self.snapshot();
         match self.scheduler.truncate(id, len) {
             Ok(()) => {
+                self.reached.cuts += 1;
                 let now = self.scheduler.tokens(id).unwrap().len();
                 let chat = self.chats.get_mut(&id).unwrap();
                 if self.with_logits.contains(&id) || now != len {
@@ -413,12 +495,14 @@ impl World {
     /// Plans a step; an outstanding one is rolled back. Returns whether there is one.
     pub(crate) fn schedule(&mut self) -> bool {
         let stale = self.plan.take();
-        let before = (!self.in_step).then(|| self.scheduler.stats());
         let mut planned = self.scheduler.schedule();
+        self.schedule_calls += 1;
         while let Schedule::Waiting(WaitReason::Transfers { steps }) = planned {
             assert!(steps > 0 && self.device.num_transfers() > 0, "waits for transfers that nobody makes");
+            assert_eq!(self.scheduler.stats().running, 0, "I9: who runs waits for somebody else's transfer");
             self.complete_transfer(0);
             planned = self.scheduler.schedule();
+            self.schedule_calls += 1;
         }
         self.settle();
         if let Some(stale) = stale {
@@ -440,15 +524,6 @@ impl World {
         assert!(plan.num_rows() <= self.config.step_tokens, "I13: {} rows", plan.num_rows());
         let work = plan.work();
         assert!(work <= self.config.step_work_budget || plan.num_rows() == 1, "I13: {work} of work");
-        if let Some(before) = before {
-            let after = self.scheduler.stats();
-            let preempted = after.preemptions - before.preemptions;
-            if preempted > 0 {
-                // None but the one that sequences of lower classes were preempted for.
-                let let_in = (u64::from(before.waiting) + preempted).saturating_sub(u64::from(after.waiting));
-                assert!(let_in <= 1, "I9: {let_in} admitted");
-            }
-        }
         for row in plan.logit_rows() {
             let id = self.chat_of(row.sequence);
             let chat = &self.chats[&id];
@@ -457,7 +532,10 @@ impl World {
             self.with_logits.insert(id);
         }
         self.in_step = true;
-        self.plan = Some(Outstanding { plan, seen: None });
+        let planned: Vec<SequenceId> = self.scheduler.planned_sequences().collect();
+        let salts: Vec<u64> = planned.iter().map(|&id| self.chats[&self.chat_of(id)].salt).collect();
+        assert_eq!(salts.len() as u32, plan.num_sequences(), "sequences of the plan");
+        self.plan = Some(Outstanding { plan, salts, seen: None });
         true
     }
 
@@ -469,8 +547,8 @@ impl World {
 
     /// A transfer fails: its blocks never arrive.
     pub(crate) fn lose_transfer(&mut self, index: usize) {
-        let Some(report) = self.device.complete(index) else { return };
-        self.scheduler.complete_transfers(&[TransferReport { complete: false, ..report }]);
+        let Some(report) = self.device.lose(index) else { return };
+        self.scheduler.complete_transfers(&[report]);
     }
 
     /// The key of the chat that a sample belongs to.
@@ -482,7 +560,8 @@ impl World {
     /// The outstanding plan runs on the device.
     pub(crate) fn run(&mut self) {
         if let Some(outstanding) = &mut self.plan {
-            outstanding.seen.get_or_insert_with(|| self.device.run(&outstanding.plan));
+            let Outstanding { plan, salts, seen } = outstanding;
+            seen.get_or_insert_with(|| self.device.run(plan, salts));
         }
     }
 
@@ -500,7 +579,7 @@ impl World {
     /// logit row is useless.
     pub(crate) fn commit(&mut self, choice: u32, invalid: Option<usize>) {
         self.run();
-        let Some(Outstanding { plan, seen: Some(seen) }) = self.plan.take() else { return };
+        let Some(Outstanding { plan, seen: Some(seen), .. }) = self.plan.take() else { return };
         let mut results = Vec::new();
         let mut expected: BTreeMap<SequenceId, Told> = BTreeMap::new();
         let mut parted: BTreeMap<SequenceId, Chat> = BTreeMap::new();
@@ -511,19 +590,23 @@ impl World {
             let drafts = &plan.token_ids()[row.row as usize + 1..][..row.num_rows as usize - 1];
             let mut hash = history(&chat.tokens);
             let mut right = Vec::new();
-            assert_eq!(seen[row.row as usize], hash, "what {:?} sees", row.sequence);
-            for (&draft, &seen) in drafts.iter().zip(&seen[row.row as usize + 1..]) {
+            let mut tokens = chat.tokens.clone();
+            let seen = |row: u32| &seen[row as usize];
+            self.device.check_seen(seen(row.row), chat.salt, &tokens, row.sequence);
+            for (&draft, place) in drafts.iter().zip(row.row + 1..) {
                 if answer(hash, row.sequence.sample()) != draft {
                     break;
                 }
                 hash = then(hash, draft);
-                assert_eq!(seen, hash, "what a draft of {:?} sees", row.sequence);
+                tokens.push(draft);
+                self.device.check_seen(seen(place), chat.salt, &tokens, row.sequence);
                 right.push(draft);
             }
             right.truncate(choice as usize % (right.len() + 1));
             let accepted = right.len() as u32;
             self.reached.accepted_drafts += u64::from(accepted);
-            let next = answer(seen[(row.row + accepted) as usize], row.sequence.sample());
+            tokens.truncate(chat.tokens.len() + right.len());
+            let next = answer(history(&tokens), row.sequence.sample());
             let result = match (invalid == Some(index), accepted) {
                 (true, _) => RowResult::Invalid,
                 (_, 0) if choice.is_multiple_of(2) => RowResult::Token(next),
@@ -562,14 +645,34 @@ impl World {
             self.chats.remove(&id);
         }
         self.chats.extend(parted);
+        self.spoil(&plan, &results);
         self.compare(plan, &results, expected);
         self.settle();
+    }
+
+    /// What a sequence without a valid result computed in this step is worth nothing: nobody may read it later.
+    fn spoil(&mut self, plan: &StepPlan, results: &[RowResult]) {
+        let starts = plan.query_starts();
+        for rows in starts.windows(2) {
+            let answers = plan.logit_rows().iter().zip(results);
+            let mut own = answers.filter(|(row, _)| (rows[0]..rows[1]).contains(&row.row)).peekable();
+            if own.peek().is_some() && own.all(|(_, &result)| result == RowResult::Invalid) {
+                self.device.spoil(&plan.slot_mapping()[rows[0] as usize..rows[1] as usize]);
+            }
+        }
     }
 
     /// Commits, and checks what is said about every sequence.
     fn compare(&mut self, plan: StepPlan, results: &[RowResult], expected: BTreeMap<SequenceId, Told>) {
         let mut told: BTreeMap<SequenceId, Told> = BTreeMap::new();
-        for &event in self.scheduler.commit(plan, results).unwrap() {
+        let class = |id: SequenceId| {
+            self.extended.get(&id).copied().unwrap_or_else(|| self.priorities[&id.request()])
+        };
+        let mut preempted = Vec::new();
+        let mut admitted = Vec::new();
+        let one_call = std::mem::take(&mut self.schedule_calls) == 1;
+        let events = self.scheduler.commit(plan, results).unwrap().to_vec();
+        for &event in &events {
             match event {
                 StepEvent::Token { sequence, token } => {
                     let told = told.entry(sequence).or_default();
@@ -581,12 +684,23 @@ impl World {
                     let end = told.entry(sequence).or_default().end.replace(reason);
                     assert_eq!(end, None, "{sequence:?} ends twice");
                 }
-                StepEvent::Admitted { prefix, .. } => {
+                StepEvent::Admitted { sequence, prefix } => {
+                    admitted.push(class(sequence));
                     assert!(prefix.cached_tokens <= prefix.wanted_tokens, "I6: {prefix:?}");
                 }
-                StepEvent::Preempted { .. } => {}
+                StepEvent::Preempted { sequence, .. } => {
+                    preempted.push(class(sequence));
+                }
                 _ => unreachable!("no other events exist"),
             }
+        }
+        if one_call && !preempted.is_empty() {
+            // None but the one that sequences of lower classes were preempted for.
+            let for_whom = |&class: &Priority| preempted.iter().all(|&victim| victim > class);
+            assert!(
+                admitted.len() <= 1 && admitted.iter().all(for_whom),
+                "I9: {admitted:?} admitted by a step that preempted {preempted:?}: {events:?}"
+            );
         }
         for (id, expected) in &expected {
             assert_eq!(told.remove(id).as_ref(), Some(expected), "{id:?}");
@@ -657,7 +771,22 @@ impl World {
             self.complete_transfer(0);
         }
         assert_eq!(self.scheduler.stats().cache.host_free_blocks, self.cache.host_blocks(), "leaked");
+        self.take_the_whole_pool();
         self.reached
+    }
+
+    /// After any history one sequence can have every block (I1).
+    fn take_the_whole_pool(&mut self) {
+        let tokens =
+            (self.cache.num_blocks() * self.cache.block_size()).min(self.cache.max_sequence_tokens());
+        let request = Request::new(vec![1; tokens as usize]).max_new_tokens(0).keep(true);
+        let id = self.scheduler.add(request).unwrap();
+        while let Schedule::Step(plan) = self.scheduler.schedule() {
+            self.scheduler.commit(plan, &[]).unwrap();
+        }
+        let (blocks, held) = (tokens.div_ceil(self.cache.block_size()), self.scheduler.stats().cache);
+        assert_eq!(held.held_blocks, blocks, "I1: one sequence cannot have the pool: {held:?}");
+        assert!(self.scheduler.abort(id));
     }
 
     /// Between planning and commit the scheduler must be sound, too.

@@ -1,7 +1,10 @@
 //! Overcommitted admission, and whose blocks are taken when none are free.
 
 use crate::scenarios::{cache, overcommitted, plain, run, step, told};
-use paged_kv::{FinishReason, Request, RequestId, Schedule, Scheduler, SchedulerConfig, StepEvent};
+use paged_kv::{
+    FinishReason, PrefixCacheConfig, Priority, Request, RequestId, Schedule, Scheduler, SchedulerConfig,
+    StepEvent,
+};
 
 fn kept(scheduler: &mut Scheduler, token: u32) -> RequestId {
     let chat = scheduler.add(Request::new(vec![token; 8]).max_new_tokens(0).keep(true)).unwrap();
@@ -202,4 +205,22 @@ fn nobody_is_let_in_by_a_step_that_preempted() {
         }
     }
     assert!(seen > 0);
+}
+
+#[test]
+fn nobody_is_preempted_for_a_request_that_waits_for_an_equal_one() {
+    let prefix_cache = Some(PrefixCacheConfig::default());
+    let config = SchedulerConfig { max_running: Some(2), step_tokens: 8, prefix_cache, ..overcommitted(0) };
+    let mut scheduler = Scheduler::new(config, cache(32, 4)).unwrap();
+    let prompt = || Request::new(vec![1; 40]).max_new_tokens(1).priority(Priority::Interactive);
+    scheduler.add(prompt()).unwrap();
+    scheduler.add(Request::new([2, 2]).max_new_tokens(8).priority(Priority::Idle)).unwrap();
+    step(&mut scheduler);
+    step(&mut scheduler);
+    assert_eq!(scheduler.stats().running, 2);
+    // It would take the idle one's place, but has nothing to do until the prompt is read.
+    scheduler.add(prompt()).unwrap();
+    step(&mut scheduler);
+    assert_eq!((scheduler.stats().running, scheduler.stats().preemptions), (2, 0));
+    assert_eq!(run(&mut scheduler).len(), 3);
 }

@@ -4,8 +4,38 @@
 //! mapping, then reads through its own mirror of the block tables. Since a slot's hash covers its whole history, one
 //! wrong block, slot, copy or table entry changes what some row reads.
 
-use paged_kv::{CacheConfig, PADDING_SLOT, StepId, StepPlan, TableId, TransferReport};
+use paged_kv::{CacheConfig, PADDING_SLOT, SequenceId, StepId, StepPlan, TableId, TransferReport};
 use std::collections::HashSet;
+use std::fmt::Debug;
+
+/// What a device does for a [`World`](crate::model::World).
+pub(crate) trait Device: Debug {
+    /// What a row has seen.
+    type Seen: Debug;
+
+    /// A device for a cache of this configuration.
+    fn new(config: &CacheConfig) -> Self;
+
+    /// Runs a step, whose sequences belong to the namespaces `salts`. Returns what each row has seen.
+    fn run(&mut self, plan: &StepPlan, salts: &[u64]) -> Vec<Self::Seen>;
+
+    /// Panics unless a row saw exactly `tokens`.
+    fn check_seen(&mut self, seen: &Self::Seen, salt: u64, tokens: &[u32], sequence: SequenceId);
+
+    /// Whatever was written to these slots was wrong.
+    fn spoil(&mut self, slots: &[u32]);
+
+    /// Steps whose transfers are under way.
+    fn num_transfers(&self) -> usize;
+
+    /// The `index`-th transfer under way ends: its blocks arrive, where nobody else has claimed their place since.
+    fn complete(&mut self, index: usize) -> Option<TransferReport>;
+
+    /// The `index`-th transfer under way fails.
+    fn lose(&mut self, index: usize) -> Option<TransferReport> {
+        Some(TransferReport { complete: false, ..self.complete(index)? })
+    }
+}
 
 /// Hash of a sequence without tokens.
 pub(crate) const EMPTY: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -65,7 +95,7 @@ impl SimulatedDevice {
 
     /// Runs a step. Returns, for each row, the hash of what it sees.
     pub(crate) fn run(&mut self, plan: &StepPlan) -> Vec<u64> {
-        self.check(plan);
+        check_plan(plan, self.block_size, self.num_blocks);
         for change in plan.table_changes() {
             let entries = &plan.changed_entries()[change.start as usize..][..change.len as usize];
             let table = &mut self.tables[change.table_row as usize];
@@ -182,38 +212,68 @@ impl SimulatedDevice {
         assert!(block < self.num_blocks, "position {position} of table {table} has no block");
         self.slots[(block * self.block_size + position % self.block_size) as usize]
     }
+}
 
-    /// What must hold for any plan, whoever made it (I5, I11).
-    fn check(&self, plan: &StepPlan) {
-        assert!(plan.num_rows() > 0, "a step without rows");
-        let mut slots = HashSet::new();
-        let mut begun = HashSet::new();
-        for (&slot, &position) in plan.slot_mapping().iter().zip(plan.positions()) {
-            if slot == PADDING_SLOT {
-                continue;
-            }
-            assert!(slot < self.num_blocks * self.block_size, "I11: slot {slot} is beyond the pool");
-            assert!(slots.insert(slot), "I11: slot {slot} is written twice");
-            if position.is_multiple_of(self.block_size) {
-                begun.insert(slot / self.block_size);
-            }
-        }
-        let mut moved = HashSet::new();
-        assert!(plan.swap_outs().iter().all(|swap| moved.insert(swap.block)), "a block leaves twice");
-        let mut moved = HashSet::new();
-        assert!(plan.swap_ins().iter().all(|swap| moved.insert(swap.block)), "a block returns twice");
-        let mut slots = HashSet::new();
-        let mut swaps = plan.swap_outs().iter().chain(plan.swap_ins());
-        assert!(swaps.all(|swap| slots.insert(swap.host_slot)), "a host slot is in two swaps of one step");
-        let sources: HashSet<u32> = plan.block_copies().iter().map(|copy| copy.source).collect();
-        let mut destinations = HashSet::new();
-        for copy in plan.block_copies() {
-            assert!(destinations.insert(copy.destination), "I5: {copy:?} has a destination of another copy");
-            assert!(!sources.contains(&copy.destination), "I5: {copy:?} writes a source");
-            assert!(!begun.contains(&copy.source), "I5: {copy:?} reads a block that this step gave away");
-            assert!(!begun.contains(&copy.destination), "I5: {copy:?} fills a block that begins empty");
-        }
-        let tables: HashSet<u32> = plan.table_rows().iter().copied().collect();
-        assert_eq!(tables.len(), plan.table_rows().len(), "a table has rows in two places");
+impl Device for SimulatedDevice {
+    type Seen = u64;
+
+    fn new(config: &CacheConfig) -> Self {
+        Self::new(config)
     }
+
+    fn run(&mut self, plan: &StepPlan, _: &[u64]) -> Vec<u64> {
+        self.run(plan)
+    }
+
+    fn check_seen(&mut self, seen: &u64, _: u64, tokens: &[u32], sequence: SequenceId) {
+        assert_eq!(*seen, history(tokens), "what {sequence:?} sees");
+    }
+
+    fn spoil(&mut self, slots: &[u32]) {
+        for &slot in slots {
+            self.slots[slot as usize] = Slot { history: 0, token: u32::MAX };
+        }
+    }
+
+    fn num_transfers(&self) -> usize {
+        self.num_transfers()
+    }
+
+    fn complete(&mut self, index: usize) -> Option<TransferReport> {
+        self.complete(index)
+    }
+}
+
+/// What must hold for any plan, whoever made it (I5, I11).
+pub(crate) fn check_plan(plan: &StepPlan, block_size: u32, num_blocks: u32) {
+    assert!(plan.num_rows() > 0, "a step without rows");
+    let mut slots = HashSet::new();
+    let mut begun = HashSet::new();
+    for (&slot, &position) in plan.slot_mapping().iter().zip(plan.positions()) {
+        if slot == PADDING_SLOT {
+            continue;
+        }
+        assert!(slot < num_blocks * block_size, "I11: slot {slot} is beyond the pool");
+        assert!(slots.insert(slot), "I11: slot {slot} is written twice");
+        if position.is_multiple_of(block_size) {
+            begun.insert(slot / block_size);
+        }
+    }
+    let mut moved = HashSet::new();
+    assert!(plan.swap_outs().iter().all(|swap| moved.insert(swap.block)), "a block leaves twice");
+    let mut moved = HashSet::new();
+    assert!(plan.swap_ins().iter().all(|swap| moved.insert(swap.block)), "a block returns twice");
+    let mut slots = HashSet::new();
+    let mut swaps = plan.swap_outs().iter().chain(plan.swap_ins());
+    assert!(swaps.all(|swap| slots.insert(swap.host_slot)), "a host slot is in two swaps of one step");
+    let sources: HashSet<u32> = plan.block_copies().iter().map(|copy| copy.source).collect();
+    let mut destinations = HashSet::new();
+    for copy in plan.block_copies() {
+        assert!(destinations.insert(copy.destination), "I5: {copy:?} has a destination of another copy");
+        assert!(!sources.contains(&copy.destination), "I5: {copy:?} writes a source");
+        assert!(!begun.contains(&copy.source), "I5: {copy:?} reads a block that this step gave away");
+        assert!(!begun.contains(&copy.destination), "I5: {copy:?} fills a block that begins empty");
+    }
+    let tables: HashSet<u32> = plan.table_rows().iter().copied().collect();
+    assert_eq!(tables.len(), plan.table_rows().len(), "a table has rows in two places");
 }

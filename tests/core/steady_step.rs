@@ -17,25 +17,34 @@ use std::time::Instant;
 
 thread_local! {
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+    /// Bytes allocated and not freed by this thread.
+    static BYTES: Cell<i64> = const { Cell::new(0) };
+}
+
+fn count(bytes: i64) {
+    BYTES.with(|held| held.set(held.get() + bytes));
 }
 
 struct Counting;
 
-// SAFETY: every call goes to the system's allocator unchanged; the counter is a plain cell without a destructor.
+// SAFETY: every call goes to the system's allocator unchanged; the counters are plain cells without destructors.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.with(|count| count.set(count.get() + 1));
+        count(layout.size() as i64);
         // SAFETY: the caller's promises are passed on.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        count(-(layout.size() as i64));
         // SAFETY: the caller's promises are passed on.
         unsafe { System.dealloc(pointer, layout) }
     }
 
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
         ALLOCATIONS.with(|count| count.set(count.get() + 1));
+        count(new_size as i64 - layout.size() as i64);
         // SAFETY: the caller's promises are passed on.
         unsafe { System.realloc(pointer, layout, new_size) }
     }
@@ -146,6 +155,22 @@ fn splitting_a_steady_step_allocates_nothing() {
         results.clear();
         results.extend(plan.logit_rows().iter().map(|_| RowResult::Token(1)));
         scheduler.commit(plan, &results).unwrap();
+    }
+}
+
+#[test]
+fn bookkeeping_takes_at_most_64_bytes_and_its_tokens_per_block() {
+    let shape = ModelShape { num_layers: 1, num_query_heads: 1, num_kv_heads: 1, head_dim: 8 };
+    // The last one is the worst: tables of hashes have a power of two of entries.
+    for (num_blocks, block_size) in [(1_000_000, 16), (1_000_000, 4), (100_000, 256), ((1 << 17) + 1, 16)] {
+        let config = CacheConfig::for_blocks(num_blocks, &shape, KvType::F16).unwrap();
+        let config = config.with_block_size(block_size).unwrap().with_max_sequences(16).unwrap();
+        let before = BYTES.with(Cell::get);
+        let cache = Scheduler::new(SchedulerConfig::default(), config).unwrap();
+        let bytes = (BYTES.with(Cell::get) - before) as f64 / f64::from(num_blocks);
+        println!("{num_blocks} blocks of {block_size} tokens: {bytes:.1} bytes each");
+        assert!(bytes <= f64::from(64 + 4 * block_size), "{bytes} bytes");
+        drop(cache);
     }
 }
 

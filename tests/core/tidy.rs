@@ -29,7 +29,7 @@ fn sources(folder: &str) -> Vec<(PathBuf, String)> {
 /// The floor of a module, by the first name of its path within the crate.
 fn floor(module: &str) -> u32 {
     match module {
-        "config" | "ids" | "error" => 0,
+        "config" | "ids" | "error" | "faults" => 0,
         "cache" => 1,
         "schedule" => 2,
         "reference" => 3,

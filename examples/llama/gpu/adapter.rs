@@ -102,6 +102,17 @@ impl Gpu {
         }
     }
 
+    /// Waits for everything that was submitted.
+    ///
+    /// # Errors
+    /// [`GpuError::Lost`] if the device did not finish.
+    pub fn wait(&self) -> Result<(), GpuError> {
+        match self.device.poll(wgpu::PollType::wait_indefinitely()) {
+            Ok(_) => Ok(()),
+            Err(error) => Err(GpuError::Lost { reason: error.to_string() }),
+        }
+    }
+
     /// A device that the application has opened itself.
     pub fn from_device(device: wgpu::Device, queue: wgpu::Queue) -> Self {
         let info = device.adapter_info();

@@ -68,7 +68,6 @@ impl From<LoadError> for GpuError {
 pub(super) fn create(device: &wgpu::Device, label: &str, contents: &[u8]) -> Result<wgpu::Buffer, GpuError> {
     let descriptor = descriptor(label, contents.len() as u64, wgpu::BufferUsages::STORAGE, true);
     let buffer = checked(device, &descriptor)?;
-    let lost = |error: wgpu::MapRangeError| GpuError::Lost { reason: error.to_string() };
     buffer.get_mapped_range_mut(..).map_err(lost)?.copy_from_slice(contents);
     buffer.unmap();
     Ok(buffer)
@@ -90,7 +89,6 @@ pub(super) fn params(device: &wgpu::Device, label: &str, words: &[u32]) -> Resul
     // Uniform structs come in steps of 16 bytes.
     let size = bytes.len().next_multiple_of(16) as u64;
     let buffer = checked(device, &descriptor(label, size, wgpu::BufferUsages::UNIFORM, true))?;
-    let lost = |error: wgpu::MapRangeError| GpuError::Lost { reason: error.to_string() };
     buffer.get_mapped_range_mut(..bytes.len() as u64).map_err(lost)?.copy_from_slice(bytes);
     buffer.unmap();
     Ok(buffer)
@@ -109,6 +107,11 @@ pub(super) fn bind(
         .map(|(resource, binding)| wgpu::BindGroupEntry { binding, resource: resource.clone() })
         .collect();
     device.create_bind_group(&wgpu::BindGroupDescriptor { label: Some(label), layout, entries: &entries })
+}
+
+/// What a device that cannot map a buffer any more says.
+pub(super) fn lost(error: impl fmt::Display) -> GpuError {
+    GpuError::Lost { reason: error.to_string() }
 }
 
 fn descriptor(

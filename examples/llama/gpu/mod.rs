@@ -22,15 +22,18 @@ mod kernels;
 mod matmul;
 #[cfg(test)]
 mod tests;
+mod transfer;
 mod weights;
 
 use std::fmt;
 
 pub use adapter::{Adapters, Gpu};
 pub use buffers::GpuError;
+pub(crate) use transfer::measure_transfer;
 
 use crate::{config::Config, gguf::GgufFile};
 use activations::{Activations, logit_stride, rotated_pairs};
+use buffers::lost;
 use kernels::{Kernels, workgroups_of_64};
 use matmul::Tile;
 use weights::{Matrix, Uploader, Weights};
@@ -170,13 +173,8 @@ impl GpuModel {
     /// # Errors
     /// [`GpuError::Lost`] if the device did not finish.
     pub fn read_logits(&self, num_logit_rows: u32, mut row: impl FnMut(u32, &[f32])) -> Result<(), GpuError> {
-        let lost = |reason: &dyn fmt::Display| GpuError::Lost { reason: reason.to_string() };
-        let wait = || {
-            let done = self.gpu.device.poll(wgpu::PollType::wait_indefinitely());
-            done.map_err(|error| lost(&error))
-        };
         if num_logit_rows == 0 {
-            return wait().map(drop);
+            return self.gpu.wait();
         }
         let stride = logit_stride(&self.config) as usize;
         let slice = self.activations.readback.slice(..u64::from(num_logit_rows) * stride as u64 * 4);
@@ -185,12 +183,12 @@ impl GpuModel {
             // The receiver is gone only if this function returned early with an error.
             let _ = sender.send(result);
         });
-        wait()?;
+        self.gpu.wait()?;
         match receiver.try_recv() {
-            Ok(result) => result.map_err(|error| lost(&error))?,
-            Err(error) => return Err(lost(&error)),
+            Ok(result) => result.map_err(lost)?,
+            Err(error) => return Err(lost(error)),
         }
-        let view = slice.get_mapped_range().map_err(|error| lost(&error))?;
+        let view = slice.get_mapped_range().map_err(lost)?;
         let logits: &[f32] = bytemuck::cast_slice(&view);
         for (index, logits) in logits.chunks_exact(stride).enumerate() {
             row(index as u32, &logits[..self.config.vocab_len as usize]);
