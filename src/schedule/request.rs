@@ -278,7 +278,8 @@ pub struct SchedulerConfig {
     pub preemption: PreemptionMode,
     /// Whose blocks are taken.
     pub victims: VictimPolicy,
-    /// Steps by which a class of [`Priority`] stands behind the one above it.
+    /// Steps by which a class of [`Priority`] stands behind the one above it. Idle jobs that have waited for twice as many
+    /// go before new chats: where they take long, set it to as many steps as they may be made to wait.
     pub ageing_steps: u32,
 }
 
