@@ -82,7 +82,7 @@ fn check(what: &str, expected: &[f32], actual: &[f32]) -> Result<(), Failure> {
 pub(crate) fn copies(gpu: &Gpu, block_size: u32) -> Result<(u64, f64), Failure> {
     let case = case(gpu, block_size);
     let max_tokens = 2 * block_size;
-    let config = CacheConfig::for_blocks(16, &case.shape(), case.kv_type)?
+    let config = CacheConfig::for_blocks(8, &case.shape(), case.kv_type)?
         .with_block_size(block_size)?
         .with_max_sequences(8)?
         .with_max_sequence_tokens(max_tokens)?;

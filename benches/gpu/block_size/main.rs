@@ -63,7 +63,14 @@ fn main() -> Result<(), Failure> {
     let mut twin = BenchCache::new(&gpu, device::case(&gpu, 16), Placement::Contiguous)?;
     for &block_size in &sizes {
         let reads = device::reads(&gpu, block_size, &mut twin)?;
-        let (bytes, seconds) = device::copies(&gpu, block_size)?;
+        // Eight large blocks may be more than the device binds.
+        let (bytes, seconds) = match device::copies(&gpu, block_size) {
+            Ok(copies) => copies,
+            Err(reason) => {
+                println!("{block_size:>6} copies left out: {reason}");
+                (0, 0.0)
+            }
+        };
         println!(
             "{block_size:>6} {:>12.2} {:>7.1}% {:>11.3} {:>14} {:>12.1}",
             reads.gather_rate / 1e9,
