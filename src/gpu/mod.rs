@@ -56,10 +56,11 @@ use tensors::Binder;
 use transfers::Transfers;
 use wgpu::CommandEncoder;
 
-/// The texts of all shaders and the mirrors of their structs, for tests. Not part of the stable interface.
+/// The texts of all shaders, the mirrors of their structs, and the parts of a layer, for tests and benches. Not part of the stable interface.
 #[doc(hidden)]
 pub mod shaders {
     pub use super::params::{LayerParams, StepParams, TensorParams};
+    pub use super::record::LayerPart;
     pub use super::shader::{
         Kernel, MAX_QUERIES, PREFILL_QUERIES, TILE, VariantKey, all_variants, sample_variants,
     };
@@ -164,7 +165,8 @@ impl PagedAttention {
         let layouts = Layouts::create(device)?;
         let compilation = Compilation { fold: capabilities.max_workgroups, checked: options.checked_shaders };
         let variant = |kernel| variant(kernel, &cache, tiles, &capabilities, &options);
-        let pipelines = Pipelines::create(device, &layouts, compilation, variant)?;
+        let pipelines =
+            Pipelines::create(device, &layouts, compilation, &options.replaced_fragments, variant)?;
         let groups = ArenaGroups::create(device, &layouts, &memory)?;
         let transfers =
             Transfers::new(device, &cache, &arenas, options.staging_bytes, capabilities.max_binding_bytes);

@@ -17,6 +17,7 @@ pub struct AttentionOptions {
     pub(super) scratch_bytes: Option<u64>,
     pub(super) target_workgroups: Option<u32>,
     pub(super) staging_bytes: Option<u64>,
+    pub(super) replaced_fragments: Vec<(&'static str, String)>,
 }
 
 impl AttentionOptions {
@@ -72,6 +73,19 @@ impl AttentionOptions {
     /// making a buffer costs several times its copy.
     pub fn staging_bytes(mut self, bytes: u64) -> Self {
         self.staging_bytes = Some(bytes);
+        self
+    }
+
+    /// Takes other texts for some fragments of the shaders, by the fragments' names (`common/layout.wgsl`): how a bench
+    /// makes a twin of the kernels that differs from them in one thing. Not part of the stable interface.
+    ///
+    /// # Safety
+    /// Unless the shaders are [checked](Self::checked_shaders), the texts must index no array out of bounds and end
+    /// every loop, for every plan that `prepare` accepts.
+    #[doc(hidden)]
+    #[allow(unsafe_code)]
+    pub unsafe fn replaced_fragments(mut self, replaced: Vec<(&'static str, String)>) -> Self {
+        self.replaced_fragments = replaced;
         self
     }
 

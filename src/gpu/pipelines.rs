@@ -119,14 +119,16 @@ impl Pipelines {
     /// Number of pipelines.
     pub(super) const COUNT: u32 = 5;
 
-    /// Creates the pipelines of the variants that `variant` names.
+    /// Creates the pipelines of the variants that `variant` names, some of their fragments `replaced`.
     pub(super) fn create(
         device: &wgpu::Device,
         layouts: &Layouts,
         compilation: Compilation,
+        replaced: &[(&'static str, String)],
         variant: impl Fn(Kernel) -> VariantKey,
     ) -> Result<Self, DeviceError> {
-        let create = |kernel| pipeline(device, layouts, compilation, &variant(kernel));
+        let replaced: Vec<_> = replaced.iter().map(|(name, text)| (*name, text.as_str())).collect();
+        let create = |kernel| pipeline(device, layouts, compilation, &replaced, &variant(kernel));
         Ok(Self {
             append: create(Kernel::Append)?,
             block_copy: create(Kernel::BlockCopy)?,
@@ -141,13 +143,14 @@ fn pipeline(
     device: &wgpu::Device,
     layouts: &Layouts,
     compilation: Compilation,
+    replaced: &[(&str, &str)],
     variant: &VariantKey,
 ) -> Result<wgpu::ComputePipeline, DeviceError> {
     let kernel = variant.kernel();
     let label = format!("paged_kv.{}", kernel.name());
     let create = || {
-        let module =
-            shader_module(device, &label, variant.wgsl_with(compilation.fold, &[]), compilation.checked);
+        let wgsl = variant.wgsl_with(compilation.fold, replaced);
+        let module = shader_module(device, &label, wgsl, compilation.checked);
         let layout = device.create_pipeline_layout(&PipelineLayoutDescriptor {
             label: Some(&label),
             bind_group_layouts: &layouts.groups(kernel),
@@ -182,6 +185,6 @@ fn shader_module(device: &wgpu::Device, label: &str, wgsl: String, checked: bool
     // configuration, and each length against its array; `bind_tensors` and `record_layer` check that the tensors have
     // the step's rows. A device's block tables start as zeros, a valid block id, and take only entries that `prepare`
     // has checked. A slot of metadata is not rewritten before the submissions that read it have completed. All loops
-    // have bounds from the same numbers.
+    // have bounds from the same numbers. Whoever replaces fragments promises the same of them.
     unsafe { device.create_shader_module_trusted(descriptor, ShaderRuntimeChecks::unchecked()) }
 }

@@ -28,6 +28,16 @@ pub struct PreparedStep {
     pub(super) dispatches: u32,
 }
 
+/// A part of what a layer records.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LayerPart {
+    /// The step's keys and values are written.
+    Append,
+    /// The attention of its rows, and the merge.
+    Attention,
+}
+
 /// How far a step is recorded, and the first mistake that was made.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Progress {
@@ -176,6 +186,36 @@ impl PagedAttention {
             + self.record_attention(pass, step, layer, tensors)
             + self.record_merge(pass, step);
         step.dispatches += dispatches;
+        self.stats.step_dispatches = step.dispatches;
+        Ok(())
+    }
+
+    /// Records one part of a layer in the place of the whole, so that a bench can time it: as
+    /// [`record_layer`](Self::record_layer) in all else. Not part of the stable interface.
+    ///
+    /// # Errors
+    /// As `record_layer`.
+    #[doc(hidden)]
+    pub fn record_layer_part(
+        &mut self,
+        pass: &mut ComputePass<'_>,
+        step: &mut PreparedStep,
+        layer: u32,
+        tensors: &BoundTensors,
+        part: LayerPart,
+    ) -> Result<(), RecordError> {
+        self.check_layer(step, layer, tensors)?;
+        step.progress.next_layer += 1;
+        if step.rows() == 0 {
+            return Ok(());
+        }
+        hold_lease(pass, step);
+        step.dispatches += match part {
+            LayerPart::Append => self.record_append(pass, step, layer, tensors),
+            LayerPart::Attention => {
+                self.record_attention(pass, step, layer, tensors) + self.record_merge(pass, step)
+            }
+        };
         self.stats.step_dispatches = step.dispatches;
         Ok(())
     }

@@ -1,0 +1,112 @@
+//! What a block size costs the device: reads through the table, attention, copies.
+
+use bench_support::Failure;
+use bench_support::cache::{BenchCache, Case, Sequence};
+use bench_support::gpu::Gpu;
+use bench_support::kernels::CacheKernel;
+use bench_support::pairs::{interleaved, repeated};
+use bench_support::stream::Stream;
+use bench_support::twins::Placement;
+use paged_kv::shaders::LayerPart::Attention;
+use paged_kv::{CacheConfig, KvCache, KvType, PagedAttention, StepBuilder};
+
+/// A decode step that every block size and placement is timed on.
+pub(crate) fn case(gpu: &Gpu, block_size: u32) -> Case {
+    let (context, batch, num_layers) = if gpu.is_software { (4096, 1, 1) } else { (8192, 16, 8) };
+    let sequences = vec![Sequence { rows: 1, context }; batch];
+    Case {
+        num_layers,
+        num_query_heads: 32,
+        num_kv_heads: 8,
+        head_dim: 128,
+        kv_type: KvType::F16,
+        block_size,
+        sequences,
+    }
+}
+
+/// Times at one block size.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Reads {
+    /// Bytes per second of a kernel that only reads through the table.
+    pub(crate) gather_rate: f64,
+    /// The same, as a share of a stream read's of as many bytes, run in turn.
+    pub(crate) gather_share: f64,
+    /// Our decode time over that of the contiguous twin.
+    pub(crate) over_contiguous: f64,
+}
+
+pub(crate) fn reads(gpu: &Gpu, block_size: u32, twin: &mut BenchCache<'_>) -> Result<Reads, Failure> {
+    let case = case(gpu, block_size);
+    let layers = case.num_layers;
+    let bytes = case.kv_bytes() * u64::from(layers);
+    let mut ours = BenchCache::new(gpu, case, Placement::KeysThenValues)?;
+    let gather = CacheKernel::gather_read(gpu, &ours);
+    // Also makes the tables known to the bench's kernels.
+    ours.time(Attention);
+    let extents = CacheKernel::gather(gpu, &ours, twin);
+    gpu.time(gpu.encoder(), |pass| (0..layers).for_each(|layer| extents.record(pass, layer)));
+    twin.time(Attention);
+    check("the contiguous twin", &ours.results(), &twin.results())?;
+    let stream = Stream::read(gpu, bytes.min(gpu.device.limits().max_storage_buffer_binding_size));
+    let pair = interleaved(
+        || gpu.time(gpu.encoder(), |pass| (0..layers).for_each(|layer| gather.record(pass, layer))),
+        || stream.time(),
+    );
+    let over_contiguous = interleaved(|| ours.time(Attention), || twin.time(Attention)).ratio;
+    let gather_rate = bytes as f64 / pair.first;
+    let gather_share = bytes as f64 / stream.bytes() as f64 / pair.ratio;
+    Ok(Reads { gather_rate, gather_share, over_contiguous })
+}
+
+/// Our decode time with keys and values placed otherwise, over that with the library's own placement.
+pub(crate) fn placement(gpu: &Gpu, block_size: u32, placement: Placement) -> Result<f64, Failure> {
+    let mut ours = BenchCache::new(gpu, case(gpu, block_size), Placement::KeysThenValues)?;
+    let mut other = BenchCache::new(gpu, case(gpu, block_size), placement)?;
+    ours.time(Attention);
+    other.time(Attention);
+    check(&format!("{placement:?}"), &ours.results(), &other.results())?;
+    Ok(interleaved(|| other.time(Attention), || ours.time(Attention)).ratio)
+}
+
+fn check(what: &str, expected: &[f32], actual: &[f32]) -> Result<(), Failure> {
+    let largest = expected.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+    let is_close = |(a, b): (&f32, &f32)| (a - b).abs() < 1e-3 * largest;
+    if !expected.iter().zip(actual).all(is_close) {
+        return Err(format!("{what} does not give the library's results").into());
+    }
+    Ok(())
+}
+
+/// Bytes that a step copies, and seconds of the kernel, when four sequences write into shared blocks at once.
+pub(crate) fn copies(gpu: &Gpu, block_size: u32) -> Result<(u64, f64), Failure> {
+    let case = case(gpu, block_size);
+    let max_tokens = 2 * block_size;
+    let config = CacheConfig::for_blocks(8, &case.shape(), case.kv_type)?
+        .with_block_size(block_size)?
+        .with_max_sequences(8)?
+        .with_max_sequence_tokens(max_tokens)?;
+    let mut attention = PagedAttention::new(&gpu.device, &gpu.queue, case.shape(), config)?;
+    let mut kv = KvCache::new(config);
+    let mut branches = Vec::new();
+    for _ in 0..4 {
+        let parent = kv.create(max_tokens)?;
+        let mut builder = StepBuilder::new(&mut kv);
+        builder.push(parent, &vec![0; block_size as usize / 2])?;
+        let plan = builder.finish();
+        kv.commit_step(plan)?;
+        branches.push(kv.fork(parent, block_size / 2, max_tokens)?);
+    }
+    let seconds = repeated(|| {
+        let mut builder = StepBuilder::new(&mut kv);
+        for &branch in &branches {
+            builder.push(branch, &[0]).expect("room in the pool");
+        }
+        let plan = builder.finish();
+        let mut step = attention.prepare(&plan).expect("a step that fits");
+        let mut encoder = gpu.encoder();
+        attention.record_transfers(&mut encoder, &mut step);
+        gpu.time(encoder, |pass| attention.record_block_copies(pass, &mut step))
+    });
+    Ok((4 * config.bytes_per_block(), seconds))
+}

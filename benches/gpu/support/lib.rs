@@ -1,0 +1,16 @@
+//! What the benches share: an adapter and its clock, caches full of keys and values, twins of the kernels that differ
+//! in one thing, and kernels of the benches' own.
+//!
+//! Everything is timed on what it runs on: by timestamps around the compute pass where the adapter has them, else by
+//! the wall around submit and wait. Two things that are compared are run in turn, and the median of the pairs' ratios
+//! counts, so that a busy machine disturbs both alike.
+
+pub mod cache;
+pub mod gpu;
+pub mod kernels;
+pub mod pairs;
+pub mod stream;
+pub mod twins;
+
+/// What went wrong, for people.
+pub type Failure = Box<dyn std::error::Error>;
