@@ -78,8 +78,8 @@ const CELLS: &[Cell] = &[
     },
     Cell {
         name: "f32, P 8, alone",
-        quick: &["lavapipe"],
-        all: &["swiftshader", "cpu"],
+        quick: &["cpu"],
+        all: GPUS,
         run: |runner| runner.short(Setup { block_size: 8, num_blocks: 64, alone: true, ..BASE }),
     },
     Cell {
@@ -108,8 +108,8 @@ const CELLS: &[Cell] = &[
     },
     Cell {
         name: "f32, preempted by swap",
-        quick: &["lavapipe", "cpu"],
-        all: &["swiftshader"],
+        quick: &["cpu"],
+        all: GPUS,
         run: |runner| runner.under_pressure(SWAPPED),
     },
     Cell {
