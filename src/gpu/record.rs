@@ -28,10 +28,12 @@ pub struct PreparedStep {
     pub(super) dispatches: u32,
 }
 
-/// A part of what a layer records.
+/// What of a layer is recorded.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LayerPart {
+    /// All of it.
+    Whole,
     /// The step's keys and values are written.
     Append,
     /// The attention of its rows, and the merge.
@@ -176,18 +178,7 @@ impl PagedAttention {
         layer: u32,
         tensors: &BoundTensors,
     ) -> Result<(), RecordError> {
-        self.check_layer(step, layer, tensors)?;
-        step.progress.next_layer += 1;
-        if step.rows() == 0 {
-            return Ok(());
-        }
-        hold_lease(pass, step);
-        let dispatches = self.record_append(pass, step, layer, tensors)
-            + self.record_attention(pass, step, layer, tensors)
-            + self.record_merge(pass, step);
-        step.dispatches += dispatches;
-        self.stats.step_dispatches = step.dispatches;
-        Ok(())
+        self.record_layer_part(pass, step, layer, tensors, LayerPart::Whole)
     }
 
     /// Records one part of a layer in the place of the whole, so that a bench can time it: as
@@ -210,12 +201,13 @@ impl PagedAttention {
             return Ok(());
         }
         hold_lease(pass, step);
-        step.dispatches += match part {
-            LayerPart::Append => self.record_append(pass, step, layer, tensors),
-            LayerPart::Attention => {
-                self.record_attention(pass, step, layer, tensors) + self.record_merge(pass, step)
-            }
-        };
+        if part != LayerPart::Attention {
+            step.dispatches += self.record_append(pass, step, layer, tensors);
+        }
+        if part != LayerPart::Append {
+            step.dispatches += self.record_attention(pass, step, layer, tensors);
+            step.dispatches += self.record_merge(pass, step);
+        }
         self.stats.step_dispatches = step.dispatches;
         Ok(())
     }
