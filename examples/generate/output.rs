@@ -133,6 +133,7 @@ struct Stats<'a> {
     generated_tokens: u64,
     seconds: f64,
     tokens_per_s: f64,
+    attention_share: Option<f64>,
     waste_tokens_peak: u64,
 }
 
@@ -196,6 +197,7 @@ pub(crate) fn stats_json(stats: &SessionStats, adapter: &str) -> String {
             generated_tokens: scheduler.generated_tokens,
             seconds: stats.elapsed.as_secs_f64(),
             tokens_per_s: stats.tokens_per_s(),
+            attention_share: stats.attention_share(),
             waste_tokens_peak: scheduler.tail_waste_tokens_peak,
         },
     })
@@ -216,8 +218,12 @@ pub(crate) fn stats_text(stats: &SessionStats, adapter: &str, block_size: u32) -
         true => format!("\n{found} of {wanted} tokens found in the prefix cache"),
         false => String::new(),
     };
+    let attention = stats
+        .attention_share()
+        .map(|share| format!(", {:.0} % of the time in attention", 100.0 * share))
+        .unwrap_or_default();
     format!(
-        "{adapter}: {} prompt tokens and {} generated in {} steps and {:.1} s, {:.1} generated per second\n\
+        "{adapter}: {} prompt tokens and {} generated in {} steps and {:.1} s, {:.1} generated per second{attention}\n\
          {} of {} blocks of {block_size} tokens used at most, {} shared at most, {} copied on write, \
          {} tokens unused in last blocks at most\n\
          {} preemptions, {} tokens computed again; {} sequences swapped out to {} host blocks and {} back, {} bytes moved{prefix}",

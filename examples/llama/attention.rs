@@ -4,7 +4,10 @@
 //! encoder; on the CPU, the twins of the cache's kernels run between the model's products, on two threads or more.
 //! Blocks that are swapped move first in either case; what became of them is asked for between steps.
 
-use std::{num::NonZero, time::Instant};
+use std::{
+    num::NonZero,
+    time::{Duration, Instant},
+};
 
 use paged_kv::{
     AttentionOptions, BoundTensors, CacheConfig, LayerTensors, ModelShape, PagedAttention, SplitConfig,
@@ -16,7 +19,7 @@ use crate::{
     config::Config,
     cpu::{CpuModel, QueryKeyValue},
     error::RunError,
-    gpu::{self, GpuModel},
+    gpu::{self, GpuModel, SpanTimer},
 };
 
 /// Bytes that are moved, once each way, to learn how fast that is.
@@ -42,6 +45,8 @@ pub fn shape_of(config: &Config) -> ModelShape {
 pub(crate) struct GpuAttention {
     attention: PagedAttention,
     tensors: BoundTensors,
+    timer: Option<SpanTimer>,
+    elapsed: Duration,
     row_of_logits: Vec<u32>,
 }
 
@@ -73,7 +78,8 @@ impl GpuAttention {
         let mut encoder = gpu.device.create_command_encoder(&Default::default());
         attention.record_initialization(&mut encoder);
         gpu.queue.submit([encoder.finish()]);
-        Ok(Self { attention, tensors, row_of_logits: Vec::new() })
+        let timer = SpanTimer::new(gpu, shape.num_layers)?;
+        Ok(Self { attention, tensors, timer, elapsed: Duration::ZERO, row_of_logits: Vec::new() })
     }
 
     /// Runs a step to its end and hands the logits of `plan.logit_rows()[i]` to `take(i, logits)`.
@@ -98,12 +104,17 @@ impl GpuAttention {
         });
         self.attention.record_block_copies(&mut pass, &mut step);
         model.record_layers(&mut pass, plan.num_rows(), |pass, layer| {
-            self.attention.record_layer(pass, &mut step, layer, &self.tensors)
+            self.timer.iter().for_each(|timer| timer.begin(pass, layer));
+            let recorded = self.attention.record_layer(pass, &mut step, layer, &self.tensors);
+            self.timer.iter().for_each(|timer| timer.end(pass, layer));
+            recorded
         })?;
         model.record_logits(&mut pass, num_logit_rows);
         drop(pass);
         model.record_readback(&mut encoder, num_logit_rows);
+        self.timer.iter().for_each(|timer| timer.record(&mut encoder));
         gpu.queue.submit([encoder.finish()]);
+        self.timer.iter().for_each(SpanTimer::request);
 
         model.read_logits(num_logit_rows, |index, logits| {
             let row = self.row_of_logits[index as usize];
@@ -113,7 +124,15 @@ impl GpuAttention {
                 }
             }
         })?;
+        if let Some(timer) = &self.timer {
+            self.elapsed += timer.take()?;
+        }
         Ok(())
+    }
+
+    /// Time that attention took, writing keys and values included; none where the device has no timestamps.
+    pub(crate) fn elapsed(&self) -> Option<Duration> {
+        self.timer.as_ref().map(|_| self.elapsed)
     }
 
     /// What has become of the swaps of earlier steps. Does not wait: a step has polled the device when it read its
@@ -144,6 +163,7 @@ pub(crate) struct CpuAttention {
     partials: Vec<f32>,
     row_of_logits: Vec<u32>,
     num_threads: usize,
+    elapsed: Duration,
 }
 
 impl CpuAttention {
@@ -172,6 +192,7 @@ impl CpuAttention {
             partials: Vec::new(),
             row_of_logits: Vec::new(),
             num_threads,
+            elapsed: Duration::ZERO,
         })
     }
 
@@ -193,7 +214,10 @@ impl CpuAttention {
         self.split.split(plan, &self.split_config);
         let rows = std::mem::take(&mut self.row_of_logits);
         let logits = model.forward(plan.token_ids(), plan.positions(), &rows, |layer, tensors| {
-            self.attend(model.config(), plan, layer, &tensors)
+            let start = Instant::now();
+            let attended = self.attend(model.config(), plan, layer, &tensors);
+            self.elapsed += start.elapsed();
+            attended
         })?;
         self.row_of_logits = rows;
         let vocab_len = model.config().vocab_len as usize;
@@ -203,6 +227,11 @@ impl CpuAttention {
             }
         }
         Ok(())
+    }
+
+    /// As [`GpuAttention::elapsed`].
+    pub(crate) fn elapsed(&self) -> Duration {
+        self.elapsed
     }
 
     /// As [`GpuAttention::poll_transfers`]; here blocks have arrived as soon as they are moved.

@@ -161,12 +161,20 @@ pub struct SessionStats {
     pub swap_bytes: u64,
     /// Time spent in steps.
     pub elapsed: Duration,
+    /// Part of it that attention took on the device, writing keys and values included; none where the device has no
+    /// timestamps.
+    pub attention: Option<Duration>,
 }
 
 impl SessionStats {
     /// Tokens generated per second of steps.
     pub fn tokens_per_s(&self) -> f64 {
         self.scheduler.generated_tokens as f64 / self.elapsed.as_secs_f64().max(1e-9)
+    }
+
+    /// Share of the steps' time that attention took, where it is known.
+    pub fn attention_share(&self) -> Option<f64> {
+        Some(self.attention?.as_secs_f64() / self.elapsed.as_secs_f64().max(1e-9))
     }
 }
 
@@ -300,6 +308,13 @@ impl Attention<'_> {
         match self {
             Self::Gpu(model, attention) => attention.wait_for_transfers(model),
             Self::Cpu(_, attention) => Ok(attention.poll_transfers()),
+        }
+    }
+
+    fn elapsed(&self) -> Option<Duration> {
+        match self {
+            Self::Gpu(_, attention) => attention.elapsed(),
+            Self::Cpu(_, attention) => Some(attention.elapsed()),
         }
     }
 
@@ -475,7 +490,8 @@ impl Session<'_> {
         let scheduler = self.scheduler.stats();
         let blocks = scheduler.cache.blocks_swapped_out + scheduler.cache.blocks_swapped_in;
         let swap_bytes = blocks * self.options.cache.bytes_per_block();
-        SessionStats { scheduler, swap_bytes, elapsed: self.elapsed }
+        let attention = self.attention.elapsed();
+        SessionStats { scheduler, swap_bytes, elapsed: self.elapsed, attention }
     }
 
     /// The scheduler, for what a session does not offer.

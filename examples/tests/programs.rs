@@ -233,10 +233,13 @@ fn every_sequence_is_one_json_line_and_the_statistics_are_the_last() {
         "prompt_tokens",
         "generated_tokens",
         "tokens_per_s",
+        "attention_share",
         "waste_tokens_peak",
     ] {
         assert!(stats["stats"][key].is_number(), "{key}");
     }
+    let share = stats["stats"]["attention_share"].as_f64().unwrap();
+    assert!(share > 0.0 && share < 1.0, "attention takes {share} of the time");
     let nothing_missed = serde_json::json!({"unseen": 0, "evicted": 0, "expired": 0});
     assert_eq!(stats["stats"]["prefix_miss_reasons"], nothing_missed);
     assert_eq!(stats["stats"]["adapter"], "CPU");

@@ -3,7 +3,7 @@
 //! A hardware adapter is preferred to a software one. OpenGL is looked at only when no other interface has what was
 //! asked for: its drivers are the last to get computing right. Adapters that cannot compute are not offered.
 
-use super::{GpuError, matmul::MAX_TILE_ROWS};
+use super::{GpuError, matmul::MAX_TILE_ROWS, timer};
 
 /// The adapters of this machine that can compute, best first.
 #[derive(Debug)]
@@ -81,7 +81,7 @@ pub struct Gpu {
 }
 
 impl Gpu {
-    /// Opens `adapter` with the features and limits that the cache recommends for it.
+    /// Opens `adapter` with the features and limits that the cache recommends for it, and timestamps where it has them.
     ///
     /// # Errors
     /// [`GpuError::NoDevice`].
@@ -90,7 +90,8 @@ impl Gpu {
         let base_limits = wgpu::Limits::default().or_worse_values_from(&adapter.limits());
         let descriptor = wgpu::DeviceDescriptor {
             label: Some("llama"),
-            required_features: paged_kv::recommended_features(adapter),
+            required_features: paged_kv::recommended_features(adapter)
+                | (adapter.features() & timer::FEATURES),
             required_limits: paged_kv::recommended_limits(adapter, base_limits),
             ..Default::default()
         };

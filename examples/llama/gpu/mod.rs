@@ -22,6 +22,7 @@ mod kernels;
 mod matmul;
 #[cfg(test)]
 mod tests;
+mod timer;
 mod transfer;
 mod weights;
 
@@ -29,6 +30,7 @@ use std::fmt;
 
 pub use adapter::{Adapters, Gpu};
 pub use buffers::GpuError;
+pub(crate) use timer::SpanTimer;
 pub(crate) use transfer::measure_transfer;
 
 use crate::{config::Config, gguf::GgufFile};
