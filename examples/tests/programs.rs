@@ -16,7 +16,12 @@ fn program(name: &str) -> Command {
     let file = format!("{name}{}", std::env::consts::EXE_SUFFIX);
     let path = tests.parent().unwrap().parent().unwrap().join("examples").join(file);
     assert!(path.exists(), "{} is missing: cargo build --workspace --examples", path.display());
-    Command::new(path)
+    let mut command = Command::new(path);
+    if std::env::var_os("XDG_RUNTIME_DIR").is_none_or(|folder| !std::path::Path::new(&folder).is_dir()) {
+        // Any existing folder will do; without one, EGL complains on standard error.
+        command.env("XDG_RUNTIME_DIR", std::env::temp_dir());
+    }
+    command
 }
 
 /// How a program ended: exit status, standard output, standard error.
