@@ -12,16 +12,16 @@ use std::{
 use paged_kv::{
     CacheConfig, FinishReason, Preemption, PreemptionMode, PreemptionReason, Priority, Rates, Request,
     RequestId, RowResult, Schedule, Scheduler, SchedulerConfig, SchedulerStats, SequenceId, StepEvent,
-    StepPlan, TokenId, TransferReport, WaitReason,
+    StepPlan, TokenId, WaitReason,
 };
 
 use crate::{
-    attention::{CpuAttention, GpuAttention},
     config::Config,
     cpu::CpuModel,
     error::RunError,
     gguf::GgufFile,
     gpu::{Gpu, GpuModel},
+    pool::Pool,
     sample::{SampleKey, Sampler, TopLogits},
 };
 
@@ -205,32 +205,37 @@ impl Engine {
         }
     }
 
+    /// An empty pool for plans of up to `rows` rows, `logit_rows` of which need logits.
+    ///
+    /// # Errors
+    /// What the device lacks.
+    pub fn pool(&mut self, cache: CacheConfig, rows: u32, logit_rows: u32) -> Result<Pool<'_>, RunError> {
+        check_host_pool(&cache)?;
+        match &mut self.model {
+            Model::Gpu(model) => Pool::on_gpu(model, cache, rows, logit_rows),
+            Model::Cpu(model) => Pool::on_cpu(model, cache),
+        }
+    }
+
     /// A session over an empty pool. Its options' `step_tokens` and `max_running` size the activations.
     ///
     /// # Errors
     /// [`RunError::Config`] for options that contradict each other, otherwise what the device lacks.
     pub fn session(&mut self, options: SessionOptions) -> Result<Session<'_>, RunError> {
-        check_host_pool(&options.cache)?;
         let mut scheduler = Scheduler::new(options.scheduler, options.cache)?;
         let rows = options.scheduler.step_tokens;
         let max_running = options.scheduler.max_running.unwrap_or(options.cache.max_sequences());
-        let mut attention = match &mut self.model {
-            Model::Gpu(model) => {
-                let attention = GpuAttention::new(model, options.cache, rows, rows.min(max_running))?;
-                Attention::Gpu(model, Box::new(attention))
-            }
-            Model::Cpu(model) => Attention::Cpu(model, Box::new(CpuAttention::new(model, options.cache)?)),
-        };
+        let mut pool = self.pool(options.cache, rows, rows.min(max_running))?;
         let mut measured = None;
         if options.rates.is_none() && options.scheduler.preemption == PreemptionMode::Auto {
-            let swap_bytes_per_s = attention.measure_swap()?;
+            let swap_bytes_per_s = pool.measure_swap()?;
             measured = Some(Measured { swap_bytes_per_s, prefill_tokens: 0.0, prefill_s: 0.0 });
         }
         if let Some(rates) = options.rates {
             scheduler.set_rates(rates);
         }
         Ok(Session {
-            attention,
+            pool,
             scheduler,
             measured,
             options,
@@ -281,7 +286,7 @@ impl Outcome {
 
 /// One pool, its scheduler, and the prompts in it.
 pub struct Session<'a> {
-    attention: Attention<'a>,
+    pool: Pool<'a>,
     scheduler: Scheduler,
     measured: Option<Measured>,
     options: SessionOptions,
@@ -289,41 +294,6 @@ pub struct Session<'a> {
     results: Vec<RowResult>,
     tops: Vec<(SequenceId, TopLogits)>,
     elapsed: Duration,
-}
-
-enum Attention<'a> {
-    Gpu(&'a mut GpuModel, Box<GpuAttention>),
-    Cpu(&'a CpuModel, Box<CpuAttention>),
-}
-
-impl Attention<'_> {
-    fn poll_transfers(&mut self) -> Vec<TransferReport> {
-        match self {
-            Self::Gpu(_, attention) => attention.poll_transfers(),
-            Self::Cpu(_, attention) => attention.poll_transfers(),
-        }
-    }
-
-    fn wait_for_transfers(&mut self) -> Result<Vec<TransferReport>, RunError> {
-        match self {
-            Self::Gpu(model, attention) => attention.wait_for_transfers(model),
-            Self::Cpu(_, attention) => Ok(attention.poll_transfers()),
-        }
-    }
-
-    fn elapsed(&self) -> Option<Duration> {
-        match self {
-            Self::Gpu(_, attention) => attention.elapsed(),
-            Self::Cpu(_, attention) => Some(attention.elapsed()),
-        }
-    }
-
-    fn measure_swap(&mut self) -> Result<f64, RunError> {
-        match self {
-            Self::Gpu(model, attention) => attention.measure_swap(model),
-            Self::Cpu(_, attention) => Ok(attention.measure_swap()),
-        }
-    }
 }
 
 /// How fast the machine is, as far as the session has seen it.
@@ -427,13 +397,13 @@ impl Session<'_> {
     /// A device's failure; [`RunError::Stuck`] if requests wait for what will never come.
     pub fn step(&mut self, events: &mut Vec<Event>) -> Result<bool, RunError> {
         let start = Instant::now();
-        let reports = self.attention.poll_transfers();
+        let reports = self.pool.poll_transfers();
         self.scheduler.complete_transfers(&reports);
         let plan = loop {
             match self.scheduler.schedule() {
                 Schedule::Step(plan) => break plan,
                 Schedule::Waiting(reason @ WaitReason::Transfers { .. }) => {
-                    let reports = self.attention.wait_for_transfers()?;
+                    let reports = self.pool.wait_for_transfers()?;
                     if reports.is_empty() {
                         return Err(RunError::Stuck { reason });
                     }
@@ -479,10 +449,7 @@ impl Session<'_> {
                 tops.push((row.sequence, TopLogits::of(logits, options.top_logits)));
             }
         };
-        match &mut self.attention {
-            Attention::Gpu(model, attention) => attention.step(model, plan, take),
-            Attention::Cpu(model, attention) => attention.step(model, plan, take),
-        }
+        self.pool.step(plan, take)
     }
 
     /// Counters so far.
@@ -490,7 +457,7 @@ impl Session<'_> {
         let scheduler = self.scheduler.stats();
         let blocks = scheduler.cache.blocks_swapped_out + scheduler.cache.blocks_swapped_in;
         let swap_bytes = blocks * self.options.cache.bytes_per_block();
-        let attention = self.attention.elapsed();
+        let attention = self.pool.attention_time();
         SessionStats { scheduler, swap_bytes, elapsed: self.elapsed, attention }
     }
 

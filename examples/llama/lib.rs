@@ -10,6 +10,7 @@
 //! | [`gpu`] | weights, kernels and one step's recording on a device, attention left out |
 //! | [`cpu`] | the same on the CPU |
 //! | [`attention`] | where model and cache meet: one step on either device |
+//! | [`pool`] | keys and values on the model's device, and the plans it computes |
 //! | [`sample`] | the next token from a row of logits |
 //! | [`engine`] | the loop: schedule, compute, choose, commit |
 
@@ -21,6 +22,7 @@ pub mod engine;
 pub mod error;
 pub mod gguf;
 pub mod gpu;
+pub mod pool;
 pub mod sample;
 #[cfg(test)]
 mod synthetic;

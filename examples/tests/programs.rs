@@ -2,7 +2,8 @@
 //!
 //! The programs must have been built: `cargo test` does so; before `cargo test --test programs`, `cargo build --examples`
 //! does. Everything here runs the toy model on the CPU twins, but for `share_device`, which runs on the software Vulkan
-//! adapters there are (`PAGED_KV_REQUIRE_ADAPTERS`: those without which the tests fail).
+//! adapters there are (`PAGED_KV_REQUIRE_ADAPTERS`: those without which the tests fail), and the two examples to be read
+//! through, which take the first adapter there is, or the CPU.
 #![allow(clippy::unwrap_used)]
 
 use serde_json::Value;
@@ -468,4 +469,43 @@ fn share_device(device: &str, backend: &str, adapter: &str) {
     assert!(steps >= 20 && frames > steps, "{last}");
     assert!(commits[0] > 1 && commits.is_sorted() && commits.last() == Some(&frames), "{commits:?}, {last}");
     assert!(last.contains("0 held (0 shared), 0 in transfer"), "{last}");
+}
+
+#[test]
+fn parallel_samples_hold_their_prompt_once() {
+    let ended = run(&mut program("parallel_sampling"), "");
+    assert_eq!(ended.status, 0, "{}", ended.err);
+    let last = ended.out.lines().last().unwrap();
+    let [answers, computed, apart, held, block_size, held_apart, copied] = numbers(last)[..] else {
+        panic!("{last}")
+    };
+    // 40 tokens each, the last of which is not computed any more.
+    let prompt = computed - answers * 39;
+    let full = prompt / block_size;
+    assert_eq!(apart, answers * (prompt + 39));
+    assert_eq!(held_apart, answers * (prompt + 39).div_ceil(block_size));
+    assert_eq!(held, full + answers * ((prompt + 39).div_ceil(block_size) - full));
+    assert_eq!(copied, if prompt % block_size == 0 { 0 } else { answers - 1 });
+    assert_eq!(ended.out.lines().filter(|line| line.starts_with("  …")).count() as u64, answers);
+}
+
+#[test]
+fn beams_share_the_blocks_of_what_they_have_in_common() {
+    let ended = run(&mut program("bring_your_own_scheduler"), "");
+    assert_eq!(ended.status, 0, "{}", ended.err);
+    let lines: Vec<&str> = ended.out.lines().collect();
+    let (texts, last) = (&lines[1..lines.len() - 1], lines[lines.len() - 1]);
+    let [width, _, held, _, shared, apart, copied] = numbers(last)[..] else { panic!("{last}") };
+    assert_eq!(texts.len() as u64, width);
+    let scores: Vec<f64> =
+        texts.iter().map(|text| text.split_whitespace().next().unwrap().parse().unwrap()).collect();
+    assert!(scores.is_sorted_by(|one, other| one >= other), "{scores:?}");
+    let different: std::collections::HashSet<&str> = texts.iter().map(|text| &text[9..]).collect();
+    assert_eq!(different.len() as u64, width, "{texts:?}");
+    assert!(held < apart && shared > 0 && shared < held && copied > 0, "{last}");
+}
+
+/// The whole numbers of a text, in their order.
+fn numbers(text: &str) -> Vec<u64> {
+    text.split(|letter: char| !letter.is_ascii_digit()).filter_map(|digits| digits.parse().ok()).collect()
 }

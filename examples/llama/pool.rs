@@ -1,0 +1,85 @@
+//! A pool on the model's device: it computes plans, whoever made them.
+
+use std::time::Duration;
+
+use paged_kv::{CacheConfig, StepPlan, TransferReport};
+
+use crate::{
+    attention::{CpuAttention, GpuAttention},
+    cpu::CpuModel,
+    error::RunError,
+    gpu::GpuModel,
+};
+
+/// The keys and values of one cache, and the model that computes them.
+pub struct Pool<'a>(Device<'a>);
+
+enum Device<'a> {
+    Gpu(&'a mut GpuModel, Box<GpuAttention>),
+    Cpu(&'a CpuModel, Box<CpuAttention>),
+}
+
+impl<'a> Pool<'a> {
+    pub(crate) fn on_gpu(
+        model: &'a mut GpuModel,
+        cache: CacheConfig,
+        rows: u32,
+        logit_rows: u32,
+    ) -> Result<Self, RunError> {
+        let attention = GpuAttention::new(model, cache, rows, logit_rows)?;
+        Ok(Self(Device::Gpu(model, Box::new(attention))))
+    }
+
+    pub(crate) fn on_cpu(model: &'a CpuModel, cache: CacheConfig) -> Result<Self, RunError> {
+        Ok(Self(Device::Cpu(model, Box::new(CpuAttention::new(model, cache)?))))
+    }
+
+    /// Computes a plan and waits for it. `take(i, logits)` gets the logits of `plan.logit_rows()[i]`, `[vocab_len]`.
+    ///
+    /// # Errors
+    /// A device's failure; a plan of another cache than the first one's.
+    pub fn step(&mut self, plan: &StepPlan, take: impl FnMut(usize, &[f32])) -> Result<(), RunError> {
+        match &mut self.0 {
+            Device::Gpu(model, attention) => attention.step(model, plan, take),
+            Device::Cpu(model, attention) => attention.step(model, plan, take),
+        }
+    }
+
+    pub(crate) fn poll_transfers(&mut self) -> Vec<TransferReport> {
+        match &mut self.0 {
+            Device::Gpu(_, attention) => attention.poll_transfers(),
+            Device::Cpu(_, attention) => attention.poll_transfers(),
+        }
+    }
+
+    pub(crate) fn wait_for_transfers(&mut self) -> Result<Vec<TransferReport>, RunError> {
+        match &mut self.0 {
+            Device::Gpu(model, attention) => attention.wait_for_transfers(model),
+            Device::Cpu(_, attention) => Ok(attention.poll_transfers()),
+        }
+    }
+
+    pub(crate) fn attention_time(&self) -> Option<Duration> {
+        match &self.0 {
+            Device::Gpu(_, attention) => attention.elapsed(),
+            Device::Cpu(_, attention) => Some(attention.elapsed()),
+        }
+    }
+
+    pub(crate) fn measure_swap(&mut self) -> Result<f64, RunError> {
+        match &mut self.0 {
+            Device::Gpu(model, attention) => attention.measure_swap(model),
+            Device::Cpu(_, attention) => Ok(attention.measure_swap()),
+        }
+    }
+}
+
+impl std::fmt::Debug for Pool<'_> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let device = match self.0 {
+            Device::Gpu(..) => "gpu",
+            Device::Cpu(..) => "cpu",
+        };
+        out.debug_tuple("Pool").field(&device).finish()
+    }
+}
