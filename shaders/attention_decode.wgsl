@@ -9,6 +9,11 @@
 // All queries of a workgroup see the same keys.
 const CAUSAL = false;
 
+// End of the keys that a query sees.
+fn visible_keys(span: Span, query: u32) -> u32 {
+    return span.end_token;
+}
+
 @compute @workgroup_size(WORKGROUP)
 fn attention_decode(@builtin(workgroup_id) workgroup: vec3<u32>, invocation: Invocation) {
     let per_item = layer.num_kv_heads * layer.head_tiles;
@@ -41,7 +46,6 @@ fn attention_decode(@builtin(workgroup_id) workgroup: vec3<u32>, invocation: Inv
 
     let start = row * tensors.query_stride + (kv_head * layer.heads_per_kv_head + first_head) * (K_HEAD_DIM / 4u);
     var queries: Queries;
-    queries.start_Q = start + min(QUERY_Q, num_queries - 1u) * (K_HEAD_DIM / 4u);
-    queries.visible_Q = end_token;
+    queries.start_Q = (start + min(QUERY_Q, num_queries - 1u) * (K_HEAD_DIM / 4u)) & QUERY_UNITS;
     attend(invocation, span, queries);
 }

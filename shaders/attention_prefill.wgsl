@@ -9,6 +9,13 @@
 // The queries of a workgroup may see different numbers of keys.
 const CAUSAL = true;
 
+// End of the keys that a query sees.
+fn visible_keys(span: Span, query: u32) -> u32 {
+    let heads = layer.heads_per_kv_head;
+    let last = span.first_query + min(query, span.num_queries - 1u);
+    return span.unmasked_end + last / heads - span.first_query / heads;
+}
+
 @compute @workgroup_size(WORKGROUP)
 fn attention_prefill(@builtin(workgroup_id) workgroup: vec3<u32>, invocation: Invocation) {
     let index = workgroup_index(workgroup);
@@ -41,7 +48,6 @@ fn attention_prefill(@builtin(workgroup_id) workgroup: vec3<u32>, invocation: In
     let query_Q = min(first_query + QUERY_Q, end_query - 1u);
     let row_Q = first_row + query_Q / heads;
     let head_Q = kv_head * heads + query_Q % heads;
-    queries.start_Q = row_Q * tensors.query_stride + head_Q * (K_HEAD_DIM / 4u);
-    queries.visible_Q = visible + query_Q / heads;
+    queries.start_Q = (row_Q * tensors.query_stride + head_Q * (K_HEAD_DIM / 4u)) & QUERY_UNITS;
     attend(invocation, span, queries);
 }

@@ -12,3 +12,6 @@
 
 const HEAD_VECS = V_HEAD_DIM / 4u;
 const PARTIAL_VECS = HEAD_VECS + 1u;
+// Masks indices into `query`. The host binds less than 2 GiB (`MAX_TENSOR_BYTES`), so no index loses a bit; and a compiler
+// that sees that an index times 16 plus a constant cannot wrap leaves the addition to the load instruction.
+const QUERY_UNITS = 0x07ffffffu;

@@ -1,9 +1,10 @@
 // Attention of up to eight queries of one kv head over a span of keys: the part that decode and prefill share.
 //
-// One workgroup of 64 invocations walks its keys in tiles of 64. In a tile
-//   1. the block-table entries of the tile are staged, one load per block;
-//   2. one invocation per key computes that key's scores with all queries. Query elements are the same for the whole
-//      workgroup, so they cost neither workgroup memory nor vector registers where the hardware has scalar ones;
+// One workgroup of 64 invocations walks its keys in tiles of 128. In a tile
+//   1. the block-table entries of the next 128 blocks are staged when none is left, one load per block;
+//   2. an invocation computes the scores of two keys, 64 apart, with all queries. Query elements are the same for the
+//      whole workgroup, so they cost neither workgroup memory nor vector registers where the hardware has scalar ones,
+//      and one load of them serves both keys. Where the keys' values lie goes to workgroup memory;
 //   3. the running maximum of each query grows to the tile's, and the weights go to workgroup memory;
 //   4. a value row lies over `V_ROW` invocations, `V_KEYS` rows are read at a time, and every element that is read
 //      serves all queries.
@@ -12,7 +13,8 @@
 // Tiles that all queries see entirely have no guards; the others are the same text with `masked` set, which a compiler
 // specialises. A key that a query does not see is left out by count, and its value is never multiplied.
 //
-// A line that contains `_Q` is written once per query, with the query's number in place of the `Q`.
+// A line that contains `_Q` is written once per query, with the query's number in place of the `Q`, and one that contains
+// `_J` once per key of an invocation.
 //
 // Source: online softmax as in Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), tiled as in
 // Dao et al., "FlashAttention" (2022); keys split over workgroups as in "Flash-Decoding" (2023).
@@ -26,7 +28,7 @@ struct Span {
     kv_head: u32,
     // First word of the sequence's block table.
     table: u32,
-    // Keys `first_token..end_token`; `first_token` is a multiple of 64 and starts a block.
+    // Keys `first_token..end_token`; `first_token` starts a block. Blocks are counted from there.
     first_token: u32,
     end_token: u32,
     // Keys below this one are seen by all queries.
@@ -43,8 +45,11 @@ struct Span {
 struct Queries {
     // First unit of the query in `query`.
     start_Q: u32,
-    // Keys that the query sees: `0..visible`.
-    visible_Q: u32,
+}
+
+// Keys that each query sees: `0..visible`.
+struct Visible {
+    end_Q: u32,
 }
 
 struct State {
@@ -53,25 +58,31 @@ struct State {
     values_Q: Values,
 }
 
-const TILE = WORKGROUP;
+const TILE = WORKGROUP * KEYS;
 const WEIGHT_VECS = (QUERIES + 3u) / 4u;
-const SCRATCH_VECS = max(WEIGHT_VECS, V_CHUNK_VECS);
+const SCRATCH_VECS = WORKGROUP * max(KEYS * WEIGHT_VECS, V_CHUNK_VECS);
 // Value rows read at a time, and whether they use all invocations and divide a tile.
 const V_KEYS = WORKGROUP / V_ROW;
 const V_STEPS = (TILE + V_KEYS - 1u) / V_KEYS;
 const V_EXACT = WORKGROUP % V_ROW == 0u && TILE % V_KEYS == 0u;
 
-// Where the blocks of the tile start (`block_start`).
-var<workgroup> tile_blocks: array<u32, TILE>;
+// Where the blocks of a stretch of the span start (`block_start`), by their number in the span modulo TILE.
+var<workgroup> staged_blocks: array<u32, TILE>;
+// Where the value rows of a tile's keys start.
+var<workgroup> value_rows: array<u32, TILE>;
 // The weights of a tile, `[key][query]`; at the end the parts of a query's result, `[invocation]`.
-var<workgroup> scratch: array<vec4<f32>, WORKGROUP * SCRATCH_VECS>;
+var<workgroup> scratch: array<vec4<f32>, SCRATCH_VECS>;
 
-// Stages the table entries of keys `tile..tile + count`. Blocks larger than a tile are looked up when they are entered.
-fn stage_blocks(lane: u32, span: Span, tile: u32, count: u32) {
-    let block_size = 1u << layer.block_shift;
-    let entries = (count + block_size - 1u) >> layer.block_shift;
-    if (lane < entries && slot_in_block(tile) == 0u) {
-        tile_blocks[lane] = block_start(load_table_entry(span.table + (tile >> layer.block_shift) + lane));
+// Stages where the next TILE blocks start, once per so many blocks. A tile is whole blocks or lies in one, because spans
+// start at a block: the first key of a tile that needs new blocks is the first of a block.
+fn stage_blocks(lane: u32, span: Span, tile: u32) {
+    let block = (tile - span.first_token) >> layer.block_shift;
+    if (block % TILE == 0u && slot_in_block(tile) == 0u) {
+        let entry_J = (tile >> layer.block_shift) + KEY_J * WORKGROUP + lane;
+        // One line, to be written once per key. No entry behind the span's last is read.
+        if ((entry_J << layer.block_shift) < span.end_token) { staged_blocks[KEY_J * WORKGROUP + lane] = block_start(load_table_entry(span.table + entry_J)); }
+        // Makes the block starts visible.
+        workgroupBarrier();
     }
 }
 
@@ -80,50 +91,57 @@ fn attend_tile(
     invocation: Invocation,
     span: Span,
     queries: Queries,
+    visible: Visible,
     tile: u32,
     count: u32,
     masked: bool,
 ) {
     let lane = invocation.lane;
-    stage_blocks(lane, span, tile, count);
-    // Makes the tile's block starts visible.
-    workgroupBarrier();
+    stage_blocks(lane, span, tile);
 
-    var scores: PerQuery;
+    var scores_J: PerQuery;
+    let key_J = KEY_J * WORKGROUP + lane;
+    let slot_J = slot_in_block(tile + key_J);
+    let block_J = staged_blocks[((tile - span.first_token + key_J) >> layer.block_shift) % TILE];
+    let row_J = block_J + k_head_start(span.kv_head) + slot_J * K_ROW;
+    value_rows[key_J] = block_J + v_head_start(span.kv_head) + slot_J * V_ROW;
     if (!masked || lane < count) {
-        let row = tile_blocks[lane >> layer.block_shift] + k_head_start(span.kv_head) + slot_in_block(tile + lane) * K_ROW;
         for (var chunk = 0u; chunk < K_ROW; chunk++) {
-            let k = unpack_k(load_k_chunk(row + chunk));
-            scores.v_Q = score_chunk(k, queries.start_Q + chunk * K_CHUNK_VECS, scores.v_Q);
+            var words_J: vec4<u32>;
+            if (!masked || key_J < count) { words_J = load_k_chunk(row_J + chunk); }
+            let k_J = unpack_k(words_J);
+            scores_J.v_Q = score_chunk(k_J, load_query_chunk(queries.start_Q + chunk * K_CHUNK_VECS), scores_J.v_Q);
         }
     }
-    let seen_Q = !masked || tile + lane < queries.visible_Q;
-    scores.v_Q = select(NO_LOGIT, scores.v_Q * layer.scale_log2, seen_Q);
+    let seen_Q_J = !masked || tile + key_J < visible.end_Q;
+    scores_J.v_Q = select(NO_LOGIT, scores_J.v_Q * layer.scale_log2, seen_Q_J);
 
-    let tile_maximum = workgroup_max(invocation, scores);
-    let maximum_Q = max((*state).maximum_Q, tile_maximum.v_Q);
+    var most = scores_0;
+    most.v_Q = max(most.v_Q, scores_J.v_Q);
+    most = workgroup_max(invocation, most);
+    let maximum_Q = max((*state).maximum_Q, most.v_Q);
     let decay_Q = exp2((*state).maximum_Q - maximum_Q);
-    let weight_Q = select(0.0, exp2(scores.v_Q - maximum_Q), seen_Q);
     (*state).maximum_Q = maximum_Q;
-    (*state).sum_Q = fma((*state).sum_Q, decay_Q, weight_Q);
+    (*state).sum_Q *= decay_Q;
     (*state).values_Q = scale_values((*state).values_Q, decay_Q);
-    scratch[lane * WEIGHT_VECS + QUERY_Q / 4u][QUERY_Q % 4u] = weight_Q;
-    // Makes the tile's weights visible.
+    let weight_Q_J = select(0.0, exp2(scores_J.v_Q - maximum_Q), seen_Q_J);
+    (*state).sum_Q += weight_Q_J;
+    scratch[key_J * WEIGHT_VECS + QUERY_Q / 4u][QUERY_Q % 4u] = weight_Q_J;
+    // Makes the tile's weights and value rows visible.
     workgroupBarrier();
 
     let group = lane / V_ROW;
-    let column = v_head_start(span.kv_head) + lane % V_ROW;
+    let column = lane % V_ROW;
     let steps = select(V_STEPS, (count + V_KEYS - 1u) / V_KEYS, masked);
     for (var i = 0u; i < steps; i++) {
         let key = i * V_KEYS + group;
         if ((V_EXACT && !masked) || (group < V_KEYS && key < count)) {
-            let row = tile_blocks[key >> layer.block_shift] + slot_in_block(tile + key) * V_ROW;
-            let v = unpack_v(load_v_chunk(row + column));
+            let v = unpack_v(load_v_chunk(value_rows[key] + column));
             // One line, so that a query's new sums replace the old ones before the next query's are computed.
-            (*state).values_Q = select_values((*state).values_Q, add_weighted((*state).values_Q, scratch[key * WEIGHT_VECS + QUERY_Q / 4u][QUERY_Q % 4u], v), !masked || !CAUSAL || tile + key < queries.visible_Q);
+            (*state).values_Q = select_values((*state).values_Q, add_weighted((*state).values_Q, scratch[key * WEIGHT_VECS + QUERY_Q / 4u][QUERY_Q % 4u], v), !masked || !CAUSAL || tile + key < visible.end_Q);
         }
     }
-    // Nobody reads this tile's blocks and weights any more.
+    // Nobody reads this tile's blocks, value rows and weights any more.
     workgroupBarrier();
 }
 
@@ -158,12 +176,15 @@ fn finish_query(lane: u32, span: Span, query: u32, values: Values, maximum: f32,
 fn attend(invocation: Invocation, span: Span, queries: Queries) {
     var state: State;
     state.maximum_Q = NO_LOGIT;
+    var visible: Visible;
     var tile = span.first_token;
     for (; tile + TILE <= span.unmasked_end; tile += TILE) {
-        attend_tile(&state, invocation, span, queries, tile, TILE, false);
+        attend_tile(&state, invocation, span, queries, visible, tile, TILE, false);
     }
+    // Only now, not to hold registers in the loop above.
+    visible.end_Q = visible_keys(span, QUERY_Q);
     for (; tile < span.end_token; tile += TILE) {
-        attend_tile(&state, invocation, span, queries, tile, min(TILE, span.end_token - tile), true);
+        attend_tile(&state, invocation, span, queries, visible, tile, min(TILE, span.end_token - tile), true);
     }
     var sums: PerQuery;
     sums.v_Q = state.sum_Q;

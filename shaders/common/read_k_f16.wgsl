@@ -14,16 +14,24 @@ fn unpack_k(words: vec4<u32>) -> KChunk {
     );
 }
 
-// `sum` plus the dot product of a chunk with the query elements at `start`.
-fn score_chunk(k: KChunk, start: u32, sum: f32) -> f32 {
-    let low = query[start];
-    let high = query[start + 1u];
-    var result = fma(k.low.x, low.x, sum);
-    result = fma(k.low.y, low.y, result);
-    result = fma(k.low.z, low.z, result);
-    result = fma(k.low.w, low.w, result);
-    result = fma(k.high.x, high.x, result);
-    result = fma(k.high.y, high.y, result);
-    result = fma(k.high.z, high.z, result);
-    return fma(k.high.w, high.w, result);
+// Query elements of the same columns.
+struct QueryChunk {
+    low: vec4<f32>,
+    high: vec4<f32>,
+}
+
+fn load_query_chunk(start: u32) -> QueryChunk {
+    return QueryChunk(query[start], query[start + 1u]);
+}
+
+// `sum` plus the dot product of a chunk with the query's.
+fn score_chunk(k: KChunk, q: QueryChunk, sum: f32) -> f32 {
+    var result = fma(k.low.x, q.low.x, sum);
+    result = fma(k.low.y, q.low.y, result);
+    result = fma(k.low.z, q.low.z, result);
+    result = fma(k.low.w, q.low.w, result);
+    result = fma(k.high.x, q.high.x, result);
+    result = fma(k.high.y, q.high.y, result);
+    result = fma(k.high.z, q.high.z, result);
+    return fma(k.high.w, q.high.w, result);
 }

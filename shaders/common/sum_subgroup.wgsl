@@ -1,5 +1,6 @@
-// Reductions over the workgroup by subgroup operations, for subgroups of any size from 4 up: each subgroup reduces its
-// own values, then every invocation reduces the subgroups' results.
+// Reductions over the workgroup by subgroup operations, for subgroups of any size: each subgroup reduces its
+// own values and, where there are several, every invocation reduces the subgroups' results. The barriers stand outside
+// the conditions, because `num_subgroups` does not pass for uniform; a workgroup of one subgroup pays nothing for them.
 
 struct Invocation {
     @builtin(local_invocation_index) lane: u32,
@@ -8,14 +9,12 @@ struct Invocation {
     @builtin(subgroup_invocation_id) subgroup_lane: u32,
 }
 
-// One value per query of each subgroup.
-var<workgroup> reduced: array<array<f32, QUERIES>, WORKGROUP / 4u>;
-
+// Leaves every subgroup's values in `scratch`, `[subgroup][query]`.
 fn share(invocation: Invocation, values: PerQuery) {
-    if (invocation.subgroup_lane == 0u) {
-        reduced[invocation.subgroup][QUERY_Q] = values.v_Q;
+    if (invocation.num_subgroups > 1u && invocation.subgroup_lane == 0u) {
+        scratch[invocation.subgroup * WEIGHT_VECS + QUERY_Q / 4u][QUERY_Q % 4u] = values.v_Q;
     }
-    // Makes every subgroup's values visible. The next use lies behind another barrier of the caller.
+    // Makes every subgroup's values visible.
     workgroupBarrier();
 }
 
@@ -23,9 +22,13 @@ fn workgroup_max(invocation: Invocation, values: PerQuery) -> PerQuery {
     var result: PerQuery;
     result.v_Q = subgroupMax(values.v_Q);
     share(invocation, result);
-    for (var i = 0u; i < invocation.num_subgroups; i++) {
-        result.v_Q = max(result.v_Q, reduced[i][QUERY_Q]);
+    if (invocation.num_subgroups > 1u) {
+        for (var i = 0u; i < invocation.num_subgroups; i++) {
+            result.v_Q = max(result.v_Q, scratch[i * WEIGHT_VECS + QUERY_Q / 4u][QUERY_Q % 4u]);
+        }
     }
+    // The scratch is free.
+    workgroupBarrier();
     return result;
 }
 
@@ -33,9 +36,13 @@ fn workgroup_sum(invocation: Invocation, values: PerQuery) -> PerQuery {
     var result: PerQuery;
     result.v_Q = subgroupAdd(values.v_Q);
     share(invocation, result);
-    result.v_Q = 0.0;
-    for (var i = 0u; i < invocation.num_subgroups; i++) {
-        result.v_Q += reduced[i][QUERY_Q];
+    if (invocation.num_subgroups > 1u) {
+        result.v_Q = 0.0;
+        for (var i = 0u; i < invocation.num_subgroups; i++) {
+            result.v_Q += scratch[i * WEIGHT_VECS + QUERY_Q / 4u][QUERY_Q % 4u];
+        }
     }
+    // The scratch is free.
+    workgroupBarrier();
     return result;
 }

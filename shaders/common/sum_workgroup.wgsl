@@ -1,5 +1,5 @@
 // Reductions over the workgroup through workgroup memory, for devices without subgroup operations: all values are
-// written, eight invocations per query reduce eight each, and one per query reduces those.
+// written, eight invocations per four queries reduce eight each, and every invocation reduces those eight results.
 
 struct Invocation {
     @builtin(local_invocation_index) lane: u32,
@@ -7,64 +7,50 @@ struct Invocation {
 
 const PARTS = WORKGROUP / 8u;
 
-var<workgroup> spread: array<array<f32, QUERIES>, WORKGROUP>;
-var<workgroup> parts: array<array<f32, QUERIES>, PARTS>;
-var<workgroup> reduced: array<f32, QUERIES>;
+// `[part][query]`
+var<workgroup> parts: array<vec4<f32>, PARTS * WEIGHT_VECS>;
 
-fn workgroup_max(invocation: Invocation, values: PerQuery) -> PerQuery {
-    let query_of_lane = invocation.lane % 8u;
-    let part = invocation.lane / 8u;
-    spread[invocation.lane][QUERY_Q] = values.v_Q;
+// Leaves all values in `scratch`, `[invocation][query]`.
+fn spread(lane: u32, values: PerQuery) {
+    scratch[lane * WEIGHT_VECS + QUERY_Q / 4u][QUERY_Q % 4u] = values.v_Q;
     // Makes all values visible.
     workgroupBarrier();
-    if (query_of_lane < QUERIES) {
-        var most = spread[part * 8u][query_of_lane];
+}
+
+fn workgroup_max(invocation: Invocation, values: PerQuery) -> PerQuery {
+    spread(invocation.lane, values);
+    if (invocation.lane < PARTS * WEIGHT_VECS) {
+        let first = invocation.lane / WEIGHT_VECS * 8u * WEIGHT_VECS + invocation.lane % WEIGHT_VECS;
+        var most = scratch[first];
         for (var i = 1u; i < 8u; i++) {
-            most = max(most, spread[part * 8u + i][query_of_lane]);
+            most = max(most, scratch[first + i * WEIGHT_VECS]);
         }
-        parts[part][query_of_lane] = most;
+        parts[invocation.lane] = most;
     }
-    // Makes the parts visible.
+    // Makes the parts visible, and the scratch is free. The next use lies behind another barrier.
     workgroupBarrier();
-    if (invocation.lane < QUERIES) {
-        var most = parts[0][invocation.lane];
-        for (var i = 1u; i < PARTS; i++) {
-            most = max(most, parts[i][invocation.lane]);
-        }
-        reduced[invocation.lane] = most;
+    var result = values;
+    for (var i = 0u; i < PARTS; i++) {
+        result.v_Q = max(result.v_Q, parts[i * WEIGHT_VECS + QUERY_Q / 4u][QUERY_Q % 4u]);
     }
-    // Makes the results visible. The next use lies behind another barrier of the caller.
-    workgroupBarrier();
-    var result: PerQuery;
-    result.v_Q = reduced[QUERY_Q];
     return result;
 }
 
 fn workgroup_sum(invocation: Invocation, values: PerQuery) -> PerQuery {
-    let query_of_lane = invocation.lane % 8u;
-    let part = invocation.lane / 8u;
-    spread[invocation.lane][QUERY_Q] = values.v_Q;
-    // Makes all values visible.
-    workgroupBarrier();
-    if (query_of_lane < QUERIES) {
-        var total = 0.0;
+    spread(invocation.lane, values);
+    if (invocation.lane < PARTS * WEIGHT_VECS) {
+        let first = invocation.lane / WEIGHT_VECS * 8u * WEIGHT_VECS + invocation.lane % WEIGHT_VECS;
+        var total = vec4<f32>(0.0);
         for (var i = 0u; i < 8u; i++) {
-            total += spread[part * 8u + i][query_of_lane];
+            total += scratch[first + i * WEIGHT_VECS];
         }
-        parts[part][query_of_lane] = total;
+        parts[invocation.lane] = total;
     }
-    // Makes the parts visible.
-    workgroupBarrier();
-    if (invocation.lane < QUERIES) {
-        var total = 0.0;
-        for (var i = 0u; i < PARTS; i++) {
-            total += parts[i][invocation.lane];
-        }
-        reduced[invocation.lane] = total;
-    }
-    // Makes the results visible. The next use lies behind another barrier of the caller.
+    // Makes the parts visible, and the scratch is free. The next use lies behind another barrier.
     workgroupBarrier();
     var result: PerQuery;
-    result.v_Q = reduced[QUERY_Q];
+    for (var i = 0u; i < PARTS; i++) {
+        result.v_Q += parts[i * WEIGHT_VECS + QUERY_Q / 4u][QUERY_Q % 4u];
+    }
     return result;
 }

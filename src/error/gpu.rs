@@ -98,7 +98,7 @@ pub enum BindError {
         /// Bytes of the buffer.
         actual_bytes: u64,
     },
-    /// The slice is larger than a storage binding may be.
+    /// The slice is larger than a storage binding may be: as the device's limits say, and at most 2 GiB - 4.
     TensorTooLarge {
         /// Which tensor.
         tensor: &'static str,

@@ -3,6 +3,7 @@
 //! What the adapter could do does not count: an application that wants larger caches or subgroup operations enables
 //! them when it requests its device, with [`recommended_limits`] and [`recommended_features`].
 
+use crate::config::MAX_ARENA_BYTES;
 use crate::error::DeviceError;
 use wgpu::{DeviceType, Features, Limits};
 
@@ -35,11 +36,17 @@ pub fn recommended_features(adapter: &wgpu::Adapter) -> Features {
     adapter.features() & Features::SUBGROUP
 }
 
+/// No tensor is larger than this, whatever the device allows: the attention kernels address queries by 27 bits of 16-byte
+/// units (`QUERY_UNITS`). Vulkan and DX12 bind no more either, but Metal does.
+const MAX_TENSOR_BYTES: u64 = MAX_ARENA_BYTES;
+
 /// What the library needs to know about a device.
 #[derive(Clone, Debug)]
 pub(super) struct Capabilities {
     /// Most bytes of a storage buffer and its binding.
     pub(super) max_binding_bytes: u64,
+    /// Most bytes of a binding of one of the application's tensors.
+    pub(super) max_tensor_bytes: u64,
     /// Workgroups per dimension of a dispatch.
     pub(super) max_workgroups: u32,
     /// Alignment of dynamic offsets into uniform buffers, and of bound storage slices.
@@ -93,11 +100,12 @@ impl Capabilities {
         }
         let info = device.adapter_info();
         Ok(Self {
-            max_binding_bytes: limits.max_storage_buffer_binding_size.min(limits.max_buffer_size),
+            max_binding_bytes: max_binding_bytes(&limits),
+            max_tensor_bytes: max_tensor_bytes(&limits),
             max_workgroups: limits.max_compute_workgroups_per_dimension.min(u32::from(u16::MAX)),
             uniform_alignment: limits.min_uniform_buffer_offset_alignment,
             storage_alignment: limits.min_storage_buffer_offset_alignment,
-            // Subgroups of fewer than 4 would need more workgroup memory than the kernels reserve.
+            // Reducing within smaller subgroups would save next to nothing.
             subgroups: device.features().contains(Features::SUBGROUP) && info.subgroup_min_size >= 4,
             target_workgroups: match info.device_type {
                 DeviceType::DiscreteGpu => 1024,
@@ -105,5 +113,40 @@ impl Capabilities {
                 _ => 256,
             },
         })
+    }
+}
+
+fn max_binding_bytes(limits: &Limits) -> u64 {
+    limits.max_storage_buffer_binding_size.min(limits.max_buffer_size)
+}
+
+fn max_tensor_bytes(limits: &Limits) -> u64 {
+    max_binding_bytes(limits).min(MAX_TENSOR_BYTES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tensors_are_below_2_gib_where_a_device_binds_more() {
+        let sized = |bytes| Limits {
+            max_storage_buffer_binding_size: bytes,
+            max_buffer_size: bytes + 4,
+            ..Limits::default()
+        };
+        for (bytes, most) in [(1 << 27, 1 << 27), (2 << 30, (2 << 30) - 4), (1 << 36, (2 << 30) - 4)] {
+            assert_eq!(max_binding_bytes(&sized(bytes)), bytes);
+            assert_eq!(max_tensor_bytes(&sized(bytes)), most);
+        }
+    }
+
+    #[test]
+    fn every_unit_of_the_largest_tensor_passes_the_mask_of_the_shaders() {
+        let text = include_str!("../../shaders/common/attention_bindings.wgsl");
+        let mask = text.split_once("QUERY_UNITS = 0x").and_then(|(_, rest)| rest.split_once("u;"));
+        let mask = u64::from_str_radix(mask.expect("the mask").0, 16).expect("a number");
+        assert_eq!(mask.count_ones(), mask.trailing_ones());
+        assert!(MAX_TENSOR_BYTES.div_ceil(16) <= mask + 1);
     }
 }

@@ -233,7 +233,7 @@ impl PagedAttention {
             block: *self.cache.layout(),
             num_query_heads: self.shape.num_query_heads,
             storage_alignment: self.capabilities.storage_alignment,
-            max_binding_bytes: self.capabilities.max_binding_bytes,
+            max_tensor_bytes: self.capabilities.max_tensor_bytes,
         };
         let bound = binder.bind(tensors)?;
         self.stats.buffers_created += 1;

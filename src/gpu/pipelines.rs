@@ -161,7 +161,7 @@ fn pipeline(
             layout: Some(&layout),
             module: &module,
             entry_point: Some(kernel.name()),
-            // No kernel reads workgroup memory that it has not written.
+            // No result depends on workgroup memory that its kernel has not written.
             compilation_options: PipelineCompilationOptions {
                 zero_initialize_workgroup_memory: false,
                 ..Default::default()

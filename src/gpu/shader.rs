@@ -1,9 +1,10 @@
 //! From a variant's key to its WGSL text: a generated header, then fragments.
 //!
 //! There is no preprocessor. What differs between variants is a constant of the header, or a fragment that another one
-//! with equal function names replaces (subgroup or workgroup reductions, f16 or f32 rows). One thing is unrolled by
+//! with equal function names replaces (subgroup or workgroup reductions, f16 or f32 rows). Two things are unrolled by
 //! text, because register arrays with a loop over them are at the mercy of four shader compilers: a line that contains
-//! `_Q` is written once per query of the workgroup, with the query's number in place of the `Q`.
+//! `_Q` is written once per query of the workgroup, with the query's number in place of the `Q`, and one that contains
+//! `_J` once per key of an invocation.
 //!
 //! The set of keys is finite: [`all_variants`] names them all, [`sample_variants`] a part that has every pair of choices.
 
@@ -17,8 +18,14 @@ pub const MAX_QUERIES: u32 = 8;
 /// (row, head) pairs of a prefill workgroup.
 pub const PREFILL_QUERIES: u32 = 8;
 
-/// Keys of a tile of the attention kernels, and invocations of every workgroup.
-pub const TILE: u32 = 64;
+/// Invocations of every workgroup: `WORKGROUP` in the shaders.
+const WORKGROUP: u32 = 64;
+
+/// Keys of a tile whose scores one invocation computes.
+const KEYS: u32 = 2;
+
+/// Keys of a tile of the attention kernels. Spans of keys start at multiples of it.
+pub const TILE: u32 = WORKGROUP * KEYS;
 
 /// The kernels. A kernel's name is that of its file, its entry point, its labels and its CPU twin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -114,7 +121,7 @@ impl VariantKey {
             let fragment =
                 replaced.iter().find(|(other, _)| *other == name).map_or(fragment, |(_, text)| *text);
             let _ = write!(text, "\n// {name}\n");
-            unroll_queries(fragment, self.queries, &mut text);
+            unroll(fragment, self.queries, &mut text);
         }
         text
     }
@@ -139,6 +146,10 @@ impl VariantKey {
             let _ = writeln!(text, "const QUERIES = {}u;", self.queries);
             for query in 0..self.queries {
                 let _ = writeln!(text, "const QUERY_{query} = {query}u;");
+            }
+            let _ = writeln!(text, "const KEYS = {KEYS}u;");
+            for key in 0..KEYS {
+                let _ = writeln!(text, "const KEY_{key} = {key}u;");
             }
         }
         text
@@ -225,17 +236,20 @@ impl fmt::Display for VariantKey {
     }
 }
 
-/// Writes `fragment` to `text`, each line that contains `_Q` once per query. Comment lines are left alone.
-fn unroll_queries(fragment: &str, queries: u32, text: &mut String) {
+/// Writes `fragment` to `text`, each line that contains `_Q` once per query, and each that contains `_J` once per key of
+/// an invocation. Comment lines are left alone.
+fn unroll(fragment: &str, queries: u32, text: &mut String) {
     for line in fragment.lines() {
-        if line.contains("_Q") && !line.trim_start().starts_with("//") {
-            for query in 0..queries {
-                text.push_str(&line.replace("_Q", &format!("_{query}")));
-                text.push('\n');
+        if line.trim_start().starts_with("//") {
+            let _ = writeln!(text, "{line}");
+            continue;
+        }
+        let copies = |marker, count| if line.contains(marker) { count } else { 1 };
+        for query in 0..copies("_Q", queries) {
+            for key in 0..copies("_J", KEYS) {
+                let copy = line.replace("_Q", &format!("_{query}")).replace("_J", &format!("_{key}"));
+                let _ = writeln!(text, "{copy}");
             }
-        } else {
-            text.push_str(line);
-            text.push('\n');
         }
     }
 }
@@ -305,10 +319,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_of_queries_are_written_once_per_query() {
+    fn marked_lines_are_written_once_per_query_and_key() {
         let mut text = String::new();
-        unroll_queries("// a comment on _Q\nlet a_Q = b_Q;\nplain\n", 2, &mut text);
-        assert_eq!(text, "// a comment on _Q\nlet a_0 = b_0;\nlet a_1 = b_1;\nplain\n");
+        unroll("// a comment on _Q and _J\nlet a_Q = b_Q;\nplain\nc_J.v_Q\n", 2, &mut text);
+        assert_eq!(
+            text,
+            "// a comment on _Q and _J\nlet a_0 = b_0;\nlet a_1 = b_1;\nplain\n\
+             c_0.v_0\nc_1.v_0\nc_0.v_1\nc_1.v_1\n"
+        );
     }
 
     #[test]
@@ -325,8 +343,8 @@ mod tests {
     fn no_text_keeps_a_marker() {
         for key in sample_variants() {
             let text = key.wgsl();
-            let marked =
-                text.lines().find(|line| line.contains("_Q") && !line.trim_start().starts_with("//"));
+            let is_marked = |line: &&str| line.contains("_Q") || line.contains("_J");
+            let marked = text.lines().find(|line| is_marked(line) && !line.trim_start().starts_with("//"));
             assert_eq!(marked, None, "{key}");
         }
     }

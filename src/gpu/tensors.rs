@@ -65,7 +65,7 @@ pub(super) struct Binder<'a> {
     pub(super) block: BlockLayout,
     pub(super) num_query_heads: u32,
     pub(super) storage_alignment: u32,
-    pub(super) max_binding_bytes: u64,
+    pub(super) max_tensor_bytes: u64,
 }
 
 impl Binder<'_> {
@@ -162,8 +162,8 @@ impl Binder<'_> {
                 actual_bytes: slice.buffer.size(),
             });
         }
-        if bytes > self.max_binding_bytes {
-            return Err(BindError::TensorTooLarge { tensor, bytes, max_bytes: self.max_binding_bytes });
+        if bytes > self.max_tensor_bytes {
+            return Err(BindError::TensorTooLarge { tensor, bytes, max_bytes: self.max_tensor_bytes });
         }
         Ok(bytes)
     }

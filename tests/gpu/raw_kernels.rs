@@ -242,10 +242,10 @@ fn decode_loads_each_key_value_and_table_entry_once_for_all_query_heads() {
     on_each_adapter_but_gl(|adapter| {
         let gpu = open(adapter);
         let kernels = RawKernels::with_load(&gpu, COUNTED_LOADS);
-        for block_size in [1, 16, 256] {
-            // Three kv heads of 150 tokens in spans of 128 (or one, where a block is larger).
-            let span = block_size.max(128);
-            let spans: &[(u32, u32)] = if span < 150 { &[(0, 128), (128, 150)] } else { &[(0, 150)] };
+        // The kernels stage 128 table entries at once: all, or every 128 keys, or after 256.
+        for block_size in [1, 2, 16, 256] {
+            // Three kv heads of 300 tokens, in one span or in two.
+            let spans: &[(u32, u32)] = if block_size == 16 { &[(0, 128), (128, 300)] } else { &[(0, 300)] };
             let decode_items: Vec<DecodeItem> = (0..)
                 .zip(spans)
                 .map(|(partial, &(first_token, end_token))| DecodeItem {
@@ -257,17 +257,17 @@ fn decode_loads_each_key_value_and_table_entry_once_for_all_query_heads() {
                 .collect();
             let step = RawStep {
                 query_starts: vec![0, 1],
-                context_lens: vec![150],
+                context_lens: vec![300],
                 table_rows: vec![0],
                 decode_items,
                 ..RawStep::default()
             };
             // Keys of 80 bytes, values of 128.
             let format = KvFormat::new(KvType::F16, KvType::F32).with_v_head_dim(32);
-            let once = [3 * 150 * 5, 3 * 150 * 8, 3 * 150u32.div_ceil(block_size)];
+            let once = [3 * 300 * 5, 3 * 300 * 8, 3 * 300u32.div_ceil(block_size)];
             // More than eight query heads per kv head go in tiles, each of which reads everything once.
             for (ratio, tiles) in [(1, 1), (3, 1), (8, 1), (16, 2), (71, 9)] {
-                let rig = Rig::new((3 * ratio, 3, 40), format, block_size, 256);
+                let rig = Rig::new((3 * ratio, 3, 40), format, block_size, 512);
                 let counted = loads(&kernels, &rig, Kernel::AttentionDecode, &step);
                 assert_eq!(counted, once.map(|loads| loads * tiles), "P {block_size}, ratio {ratio}");
             }

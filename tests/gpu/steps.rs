@@ -79,7 +79,7 @@ fn with_fixed_spans_a_row_has_the_same_bits_alone_and_in_any_batch() {
     on_each_adapter_but_gl(|adapter| {
         let gpu = open(adapter);
         let host = Rig::new((4, 2, 16), KvType::F16, 16, 64);
-        let mut rig = DeviceRig::new(&gpu, host, AttentionOptions::default().fixed_span_tokens(64));
+        let mut rig = DeviceRig::new(&gpu, host, AttentionOptions::default().fixed_span_tokens(128));
         rig.host.shuffle_free_blocks();
         let tables: Vec<TableId> = (0..4).map(|_| rig.host.open()).collect();
         step(&mut rig, &[(tables[0], 299), (tables[1], 100), (tables[2], 5), (tables[3], 64)]);

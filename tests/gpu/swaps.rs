@@ -242,7 +242,7 @@ fn a_block_leaves_and_returns_before_it_is_copied_and_written() {
 fn outputs_are_the_same_bits_before_and_after_a_sequence_was_away() {
     on_each_adapter_but_gl(|adapter| {
         let gpu = open(adapter);
-        let mut rig = setup(&gpu, AttentionOptions::default().fixed_span_tokens(64));
+        let mut rig = setup(&gpu, AttentionOptions::default().fixed_span_tokens(128));
         let (away, neighbour) = (rig.host.open(), rig.host.open());
         let run = |rig: &mut DeviceRig<'_>, pushes: &[(TableId, u32)], layers: Option<&[Tensors]>| {
             let plan = rig.host.plan(pushes);

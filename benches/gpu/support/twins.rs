@@ -44,9 +44,9 @@ impl Placement {
 fn contiguous() -> Vec<(&'static str, String)> {
     let mut core = include_str!("../../../shaders/common/attention_core.wgsl").to_owned();
     cut(&mut core, "fn stage_blocks(", "\n}\n");
-    cut(&mut core, "    stage_blocks(lane,", "workgroupBarrier();\n");
-    // Every look-up in the staged table entries becomes the start of the extent.
-    while let Some(start) = core.find("tile_blocks[") {
+    cut(&mut core, "    stage_blocks(lane,", ";\n");
+    // Every look-up of a staged block start becomes the start of the extent.
+    while let Some(start) = core.find("staged_blocks[") {
         let end = start + core[start..].find(']').expect("an index ends");
         core.replace_range(start..=end, "span.table");
     }
@@ -84,13 +84,15 @@ fn per_token() -> Vec<(&'static str, String)> {
     let values = "layer.num_kv_heads * (K_ROW << layer.block_shift) + kv_head * (V_ROW << layer.block_shift)";
     let layout = swap(layout, values, &format!("K_ROW + {head}"));
     let layout = swap(&layout, "return kv_head * (K_ROW << layer.block_shift)", &format!("return {head}"));
-    let strides = |text: &str| {
-        swap(&swap(text, ") * K_ROW", ") * (K_ROW + V_ROW)"), ") * V_ROW", ") * (K_ROW + V_ROW)")
+    let strides = |text: &str, slot: &str| {
+        let rows = |row: &str| format!("{slot} * {row}");
+        let both = rows("(K_ROW + V_ROW)");
+        swap(&swap(text, &rows("K_ROW"), &both), &rows("V_ROW"), &both)
     };
     vec![
         (LAYOUT, layout),
-        (CORE, strides(include_str!("../../../shaders/common/attention_core.wgsl"))),
-        (APPEND, strides(include_str!("../../../shaders/append.wgsl"))),
+        (CORE, strides(include_str!("../../../shaders/common/attention_core.wgsl"), "slot_J")),
+        (APPEND, strides(include_str!("../../../shaders/append.wgsl"), ")")),
     ]
 }
 
