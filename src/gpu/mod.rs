@@ -34,6 +34,7 @@ mod transfers;
 
 pub use capabilities::{recommended_features, recommended_limits};
 pub use options::AttentionOptions;
+pub use pipelines::ShaderVariant;
 pub use record::PreparedStep;
 pub use stats::AttentionStats;
 pub use tensors::{BoundTensors, LayerTensors, TensorSlice};
@@ -50,7 +51,6 @@ use params::{LayerParams, STEP_PARAMS_WORDS};
 use pipelines::{Compilation, Layouts, Pipelines};
 use record::Progress;
 use setup::{HeadTiles, check_shape, layer_params, partial_bytes, split_config, variant};
-use shader::Kernel;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tensors::Binder;
 use transfers::Transfers;
@@ -104,7 +104,6 @@ pub struct PagedAttention {
     layouts: Layouts,
     pipelines: Pipelines,
     groups: ArenaGroups,
-    variants: Vec<String>,
     slots: MetadataSlots,
     /// Words between headers of a step's dispatches.
     header_words: u32,
@@ -117,6 +116,9 @@ pub struct PagedAttention {
 
 impl PagedAttention {
     /// Creates the pool and the kernels, with the default options.
+    ///
+    /// Compiling the kernels takes milliseconds to seconds, by driver; everything here is `Send`, so an application that
+    /// draws does this on a thread of its own.
     ///
     /// `shape` and `cache` are those of the scheduler whose plans will be prepared.
     ///
@@ -165,8 +167,7 @@ impl PagedAttention {
         let layouts = Layouts::create(device)?;
         let compilation = Compilation { fold: capabilities.max_workgroups, checked: options.checked_shaders };
         let variant = |kernel| variant(kernel, &cache, tiles, &capabilities, &options);
-        let pipelines =
-            Pipelines::create(device, &layouts, compilation, &options.replaced_fragments, variant)?;
+        let pipelines = Pipelines::create(device, &layouts, compilation, &options, variant)?;
         let groups = ArenaGroups::create(device, &layouts, &memory)?;
         let transfers =
             Transfers::new(device, &cache, &arenas, options.staging_bytes, capabilities.max_binding_bytes);
@@ -191,7 +192,6 @@ impl PagedAttention {
             layouts,
             pipelines,
             groups,
-            variants: KERNELS.iter().map(|&kernel| variant(kernel).to_string()).collect(),
             slots: MetadataSlots::default(),
             header_words: STEP_PARAMS_WORDS.next_multiple_of(alignment / 4),
             checker: PlanChecker::new(&cache),
@@ -328,9 +328,9 @@ impl PagedAttention {
         &self.split_config
     }
 
-    /// Names of the shader variants in use, one per kernel.
-    pub fn variants(&self) -> impl Iterator<Item = &str> {
-        self.variants.iter().map(String::as_str)
+    /// The shader variants in use, one per kernel, and how long each took to make.
+    pub fn variants(&self) -> &[ShaderVariant] {
+        &self.pipelines.variants
     }
 
     /// Sizes and counts.
@@ -356,14 +356,6 @@ impl PagedAttention {
         })
     }
 }
-
-const KERNELS: [Kernel; 5] = [
-    Kernel::Append,
-    Kernel::BlockCopy,
-    Kernel::AttentionDecode,
-    Kernel::AttentionPrefill,
-    Kernel::AttentionMerge,
-];
 
 /// Tells attention objects apart within the process.
 fn next_instance() -> u64 {

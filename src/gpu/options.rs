@@ -17,6 +17,7 @@ pub struct AttentionOptions {
     pub(super) scratch_bytes: Option<u64>,
     pub(super) target_workgroups: Option<u32>,
     pub(super) staging_bytes: Option<u64>,
+    pub(super) pipeline_cache: Option<wgpu::PipelineCache>,
     pub(super) replaced_fragments: Vec<(&'static str, String)>,
 }
 
@@ -73,6 +74,13 @@ impl AttentionOptions {
     /// making a buffer costs several times its copy.
     pub fn staging_bytes(mut self, bytes: u64) -> Self {
         self.staging_bytes = Some(bytes);
+        self
+    }
+
+    /// Where compiled shaders are looked up and kept, if the device has `Features::PIPELINE_CACHE`: an application that
+    /// writes its data to a file compiles nothing at its second start. Most drivers keep a cache of their own.
+    pub fn pipeline_cache(mut self, cache: wgpu::PipelineCache) -> Self {
+        self.pipeline_cache = Some(cache);
         self
     }
 

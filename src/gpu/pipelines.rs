@@ -11,10 +11,12 @@
 
 use crate::error::DeviceError;
 use crate::gpu::memory::device_error;
+use crate::gpu::options::AttentionOptions;
 use crate::gpu::params::{LayerParams, StepParams, TensorParams};
 use crate::gpu::scope::guarded;
 use crate::gpu::shader::{Kernel, VariantKey};
 use std::num::NonZeroU64;
+use std::time::Duration;
 use wgpu::{
     BindGroupLayout, BindGroupLayoutDescriptor, BindGroupLayoutEntry, BindingType, BufferBindingType,
     ComputePipelineDescriptor, PipelineCompilationOptions, PipelineLayoutDescriptor, ShaderModuleDescriptor,
@@ -106,8 +108,20 @@ pub(super) struct Compilation {
     pub(super) checked: bool,
 }
 
+/// A kernel as it was compiled for the device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ShaderVariant {
+    /// The kernel and what was chosen for it.
+    pub name: String,
+    /// How long the shader and its pipeline took to make, beside the others: all are made at once, but in a browser,
+    /// where this is zero.
+    pub creation_time: Duration,
+}
+
 /// One pipeline per kernel.
 pub(super) struct Pipelines {
+    pub(super) variants: Vec<ShaderVariant>,
     pub(super) append: wgpu::ComputePipeline,
     pub(super) block_copy: wgpu::ComputePipeline,
     pub(super) attention_decode: wgpu::ComputePipeline,
@@ -117,39 +131,81 @@ pub(super) struct Pipelines {
 
 impl Pipelines {
     /// Number of pipelines.
-    pub(super) const COUNT: u32 = 5;
+    pub(super) const COUNT: u32 = KERNELS.len() as u32;
 
-    /// Creates the pipelines of the variants that `variant` names, some of their fragments `replaced`.
+    /// Creates the pipelines of the variants that `variant` names, some of their fragments replaced.
     pub(super) fn create(
         device: &wgpu::Device,
         layouts: &Layouts,
         compilation: Compilation,
-        replaced: &[(&'static str, String)],
-        variant: impl Fn(Kernel) -> VariantKey,
+        options: &AttentionOptions,
+        variant: impl Fn(Kernel) -> VariantKey + Sync,
     ) -> Result<Self, DeviceError> {
-        let replaced: Vec<_> = replaced.iter().map(|(name, text)| (*name, text.as_str())).collect();
-        let create = |kernel| pipeline(device, layouts, compilation, &replaced, &variant(kernel));
-        Ok(Self {
-            append: create(Kernel::Append)?,
-            block_copy: create(Kernel::BlockCopy)?,
-            attention_decode: create(Kernel::AttentionDecode)?,
-            attention_prefill: create(Kernel::AttentionPrefill)?,
-            attention_merge: create(Kernel::AttentionMerge)?,
-        })
+        let [decode, prefill, merge, append, block_copy] = at_once(|kernel| {
+            let variant = variant(kernel);
+            let (pipeline, creation_time) =
+                timed(|| pipeline(device, layouts, compilation, options, &variant));
+            Ok((pipeline?, ShaderVariant { name: variant.to_string(), creation_time }))
+        });
+        let made = [decode?, prefill?, merge?, append?, block_copy?];
+        let variants = made.iter().map(|(_, variant)| variant.clone()).collect();
+        let [attention_decode, attention_prefill, attention_merge, append, block_copy] =
+            made.map(|(pipeline, _)| pipeline);
+        Ok(Self { variants, append, block_copy, attention_decode, attention_prefill, attention_merge })
     }
+}
+
+/// All kernels; those that take longest to compile come first.
+const KERNELS: [Kernel; 5] = [
+    Kernel::AttentionDecode,
+    Kernel::AttentionPrefill,
+    Kernel::AttentionMerge,
+    Kernel::Append,
+    Kernel::BlockCopy,
+];
+
+/// What `create` makes of each kernel, each on a thread of its own: drivers compile on the thread that asks.
+#[cfg(not(target_family = "wasm"))]
+fn at_once<T: Send>(create: impl Fn(Kernel) -> Result<T, DeviceError> + Sync) -> [Result<T, DeviceError>; 5] {
+    let create = &create;
+    std::thread::scope(|scope| {
+        KERNELS
+            .map(|kernel| scope.spawn(move || create(kernel)))
+            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    })
+}
+
+/// What `create` makes of each kernel, one after the other.
+#[cfg(target_family = "wasm")]
+fn at_once<T>(create: impl Fn(Kernel) -> Result<T, DeviceError>) -> [Result<T, DeviceError>; 5] {
+    KERNELS.map(create)
+}
+
+#[cfg(not(target_family = "wasm"))]
+fn timed<T>(create: impl FnOnce() -> T) -> (T, Duration) {
+    let start = std::time::Instant::now();
+    (create(), start.elapsed())
+}
+
+/// There is no clock that does not need the browser.
+#[cfg(target_family = "wasm")]
+fn timed<T>(create: impl FnOnce() -> T) -> (T, Duration) {
+    (create(), Duration::ZERO)
 }
 
 fn pipeline(
     device: &wgpu::Device,
     layouts: &Layouts,
     compilation: Compilation,
-    replaced: &[(&str, &str)],
+    options: &AttentionOptions,
     variant: &VariantKey,
 ) -> Result<wgpu::ComputePipeline, DeviceError> {
+    let replaced: Vec<_> =
+        options.replaced_fragments.iter().map(|(name, text)| (*name, text.as_str())).collect();
     let kernel = variant.kernel();
     let label = format!("paged_kv.{}", kernel.name());
     let create = || {
-        let wgsl = variant.wgsl_with(compilation.fold, replaced);
+        let wgsl = variant.wgsl_with(compilation.fold, &replaced);
         let module = shader_module(device, &label, wgsl, compilation.checked);
         let layout = device.create_pipeline_layout(&PipelineLayoutDescriptor {
             label: Some(&label),
@@ -166,7 +222,7 @@ fn pipeline(
                 zero_initialize_workgroup_memory: false,
                 ..Default::default()
             },
-            cache: None,
+            cache: options.pipeline_cache.as_ref(),
         })
     };
     guarded(device, create).map_err(|refusal| device_error(refusal, kernel.name(), 0, 0))

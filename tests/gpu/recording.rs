@@ -493,3 +493,44 @@ fn out_of_memory_is_an_error_with_the_bytes_and_not_the_applications_problem() {
         Ok(_) => panic!("128 TiB were to be had"),
     }
 }
+
+#[test]
+fn every_kernel_says_its_variant_and_how_long_it_took() {
+    on_each_adapter_but_gl(|adapter| {
+        let setup = Setup::new(open(adapter), config(), AttentionOptions::default());
+        let variants = setup.attention.variants();
+        assert_eq!(variants.len() as u32, setup.attention.stats().pipelines_created);
+        for kernel in ["attention_decode", "attention_prefill", "attention_merge", "append", "block_copy"] {
+            let found = variants.iter().filter(|variant| variant.name.starts_with(kernel));
+            let times: Vec<_> = found.map(|variant| variant.creation_time).collect();
+            assert!(matches!(times[..], [time] if !time.is_zero()), "{kernel}: {times:?}");
+        }
+    });
+}
+
+/// The software adapters take a pipeline cache and keep nothing in it. That it reaches the driver is seen by one of another
+/// device, which is refused.
+#[test]
+#[allow(unsafe_code)]
+fn pipelines_are_made_with_the_applications_pipeline_cache() {
+    on_each_adapter_but_gl(|adapter| {
+        if !adapter.features().contains(Features::PIPELINE_CACHE) {
+            return;
+        }
+        let open =
+            || adapter.request_device(Limits::default(), Features::PIPELINE_CACHE).expect("what it offers");
+        let (gpu, other) = (open(), open());
+        let cache_of = |gpu: &TestDevice| {
+            let descriptor = wgpu::PipelineCacheDescriptor { label: None, data: None, fallback: false };
+            // SAFETY: there is no data.
+            unsafe { gpu.device.create_pipeline_cache(&descriptor) }
+        };
+        let create = |cache: wgpu::PipelineCache| {
+            let options = AttentionOptions::default().pipeline_cache(cache);
+            PagedAttention::with_options(&gpu.device, &gpu.queue, SHAPE, config(), options).map(drop)
+        };
+        assert!(create(cache_of(&gpu)).is_ok());
+        let refused = create(cache_of(&other));
+        assert!(matches!(refused, Err(DeviceError::Refused { .. })), "{refused:?}");
+    });
+}
