@@ -5,6 +5,7 @@
 //! the wall around submit and wait. Two things that are compared are run in turn, and the median of the pairs' ratios
 //! counts, so that a busy machine disturbs both alike.
 
+pub mod amd_isa;
 pub mod cache;
 pub mod gpu;
 pub mod kernels;

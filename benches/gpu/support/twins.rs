@@ -41,7 +41,8 @@ impl Placement {
     }
 }
 
-fn contiguous() -> Vec<(&'static str, String)> {
+/// The fragments of [`Placement::Contiguous`].
+pub fn contiguous() -> Vec<(&'static str, String)> {
     let mut core = include_str!("../../../shaders/common/attention_core.wgsl").to_owned();
     cut(&mut core, "fn stage_blocks(", "\n}\n");
     cut(&mut core, "    stage_blocks(lane,", ";\n");
