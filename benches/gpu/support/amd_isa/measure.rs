@@ -72,6 +72,10 @@ fn measure(compiler: &mut Compiler, family: Family, variant: &Variant, depth: De
         let loads = variant.tile_loads()?;
         let mut count = |wgsl| count(&compiler.compile(wgsl, kernel, true)?, loads);
         let paged = count(variant.counted_wgsl())?;
+        let (bytes, loaded) = (f64::from(variant.bytes_per_key()), paged.global_bytes);
+        if loaded < bytes || loaded > 1.01 * bytes {
+            return Err(format!("{loaded} bytes are loaded for a key of {bytes}").into());
+        }
         counted = Some(paged);
         if depth >= Depth::Twins {
             contiguous = Some(Contiguous::new(&paged, &count(variant.contiguous_wgsl())?));

@@ -1,6 +1,6 @@
 //! The variants that figures are kept of.
 
-use paged_kv::shaders::{Kernel, MAX_QUERIES, TILE, VariantKey};
+use paged_kv::shaders::{Kernel, MAX_QUERIES, VariantKey};
 use paged_kv::{DEFAULT_BLOCK_SIZE, KvType};
 
 use super::structure::TileLoads;
@@ -66,6 +66,11 @@ impl Variant {
         VariantKey::new(self.kernel, types, dims, self.queries, self.subgroups)
     }
 
+    /// Bytes of a key and its value.
+    pub(super) fn bytes_per_key(&self) -> u32 {
+        2 * self.head_dim * if self.kv_type == KvType::F16 { 2 } else { 4 }
+    }
+
     /// The text.
     pub(super) fn wgsl(&self) -> String {
         self.key().wgsl()
@@ -88,11 +93,12 @@ impl Variant {
         let text = self.wgsl();
         let (keys_per_lane, k_row, v_row) =
             (constant(&text, "KEYS")?, constant(&text, "K_ROW")?, constant(&text, "V_ROW")?);
-        let keys = keys_per_lane * TILE;
+        let lanes = constant(&text, "WORKGROUP")?;
+        let keys = keys_per_lane * lanes;
         Ok(TileLoads {
             keys,
             k_loads: keys_per_lane * k_row,
-            v_loads: keys.div_ceil(TILE / v_row),
+            v_loads: keys.div_ceil(lanes / v_row),
             // As many block-table entries are staged as a tile has keys.
             tiles_per_staging: DEFAULT_BLOCK_SIZE,
         })
@@ -122,7 +128,7 @@ fn as_one_subgroup(text: &str) -> String {
     text.replace(NUM_SUBGROUPS, "1u")
 }
 
-/// A constant of the text's generated header.
+/// A constant of the text.
 fn constant(text: &str, name: &str) -> Result<u32, Failure> {
     let start = format!("const {name} = ");
     let line = text.lines().find_map(|line| line.strip_prefix(start.as_str()));
