@@ -26,9 +26,9 @@ use crate::{
 const MEASURED_BYTES: u64 = 16 << 20;
 
 /// Tokens that one item of decoding reads: at most 32 items for the longest sequence. Cuts that depend on nothing
-/// else keep a sequence's bits independent of what runs beside it.
+/// else keep a sequence's bits independent of what runs beside it. Whole tiles of the kernels, so that the CPU cuts alike.
 fn span_tokens(config: &Config) -> u32 {
-    config.context_len.div_ceil(32).max(256)
+    config.context_len.div_ceil(32).max(256).next_multiple_of(128)
 }
 
 /// What the cache needs to know of the model.
@@ -116,17 +116,18 @@ impl GpuAttention {
         gpu.queue.submit([encoder.finish()]);
         self.timer.iter().for_each(SpanTimer::request);
 
-        model.read_logits(num_logit_rows, |index, logits| {
+        let read = model.read_logits(num_logit_rows, |index, logits| {
             let row = self.row_of_logits[index as usize];
             for (entry, wanted) in plan.logit_rows().iter().enumerate() {
                 if wanted.row == row {
                     take(entry, logits);
                 }
             }
-        })?;
-        if let Some(timer) = &self.timer {
-            self.elapsed += timer.take()?;
-        }
+        });
+        // Its buffer is given back whether the logits came or not.
+        let took = self.timer.as_ref().map(SpanTimer::take).transpose();
+        read?;
+        self.elapsed += took?.unwrap_or_default();
         Ok(())
     }
 

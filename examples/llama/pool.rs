@@ -37,7 +37,10 @@ impl<'a> Pool<'a> {
     /// Computes a plan and waits for it. `take(i, logits)` gets the logits of `plan.logit_rows()[i]`, `[vocab_len]`.
     ///
     /// # Errors
-    /// A device's failure; a plan of another cache than the first one's.
+    /// A device's failure.
+    ///
+    /// # Panics
+    /// If the plan has more rows than the pool was made for, or is of a cache with another layout.
     pub fn step(&mut self, plan: &StepPlan, take: impl FnMut(usize, &[f32])) -> Result<(), RunError> {
         match &mut self.0 {
             Device::Gpu(model, attention) => attention.step(model, plan, take),

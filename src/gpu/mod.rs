@@ -117,8 +117,9 @@ pub struct PagedAttention {
 impl PagedAttention {
     /// Creates the pool and the kernels, with the default options.
     ///
-    /// Compiling the kernels takes milliseconds to seconds, by driver; everything here is `Send`, so an application that
-    /// draws does this on a thread of its own.
+    /// Compiling the kernels takes milliseconds to seconds, by driver. On native backends everything here is `Send`: an
+    /// application that draws does this on a thread of its own, unless it draws through GL, where one thread at a time has
+    /// the device.
     ///
     /// `shape` and `cache` are those of the scheduler whose plans will be prepared.
     ///

@@ -77,8 +77,8 @@ impl AttentionOptions {
         self
     }
 
-    /// Where compiled shaders are looked up and kept, if the device has `Features::PIPELINE_CACHE`: an application that
-    /// writes its data to a file compiles nothing at its second start. Most drivers keep a cache of their own.
+    /// Where compiled shaders are looked up and kept, if the device has `Features::PIPELINE_CACHE`: where an application
+    /// writes its data to a file, the driver compiles nothing at the second start. Most drivers keep a cache of their own.
     pub fn pipeline_cache(mut self, cache: wgpu::PipelineCache) -> Self {
         self.pipeline_cache = Some(cache);
         self

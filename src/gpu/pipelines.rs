@@ -114,8 +114,8 @@ pub(super) struct Compilation {
 pub struct ShaderVariant {
     /// The kernel and what was chosen for it.
     pub name: String,
-    /// How long the shader and its pipeline took to make, beside the others: all are made at once, but in a browser,
-    /// where this is zero.
+    /// How long the shader and its pipeline took to make; all kernels are made at once, but on GL and in a browser. Zero
+    /// in a browser.
     pub creation_time: Duration,
 }
 
@@ -139,12 +139,12 @@ impl Pipelines {
         layouts: &Layouts,
         compilation: Compilation,
         options: &AttentionOptions,
-        variant: impl Fn(Kernel) -> VariantKey + Sync,
+        variant: impl Fn(Kernel) -> VariantKey,
     ) -> Result<Self, DeviceError> {
-        let [decode, prefill, merge, append, block_copy] = at_once(|kernel| {
-            let variant = variant(kernel);
+        let keys = KERNELS.map(variant);
+        let [decode, prefill, merge, append, block_copy] = at_once(device, &keys, |variant| {
             let (pipeline, creation_time) =
-                timed(|| pipeline(device, layouts, compilation, options, &variant));
+                timed(|| pipeline(device, layouts, compilation, options, variant));
             Ok((pipeline?, ShaderVariant { name: variant.to_string(), creation_time }))
         });
         let made = [decode?, prefill?, merge?, append?, block_copy?];
@@ -164,21 +164,34 @@ const KERNELS: [Kernel; 5] = [
     Kernel::BlockCopy,
 ];
 
-/// What `create` makes of each kernel, each on a thread of its own: drivers compile on the thread that asks.
+/// What `create` makes of each variant, each on a thread of its own: drivers compile on the thread that asks. But for GL,
+/// whose context is one thread's at a time: those who wait for it give up after seconds.
 #[cfg(not(target_family = "wasm"))]
-fn at_once<T: Send>(create: impl Fn(Kernel) -> Result<T, DeviceError> + Sync) -> [Result<T, DeviceError>; 5] {
+fn at_once<T: Send>(
+    device: &wgpu::Device,
+    variants: &[VariantKey; 5],
+    create: impl Fn(&VariantKey) -> Result<T, DeviceError> + Sync,
+) -> [Result<T, DeviceError>; 5] {
+    if device.adapter_info().backend == wgpu::Backend::Gl {
+        return variants.each_ref().map(create);
+    }
     let create = &create;
     std::thread::scope(|scope| {
-        KERNELS
-            .map(|kernel| scope.spawn(move || create(kernel)))
+        variants
+            .each_ref()
+            .map(|variant| scope.spawn(move || create(variant)))
             .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     })
 }
 
-/// What `create` makes of each kernel, one after the other.
+/// What `create` makes of each variant, one after the other.
 #[cfg(target_family = "wasm")]
-fn at_once<T>(create: impl Fn(Kernel) -> Result<T, DeviceError>) -> [Result<T, DeviceError>; 5] {
-    KERNELS.map(create)
+fn at_once<T>(
+    _device: &wgpu::Device,
+    variants: &[VariantKey; 5],
+    create: impl Fn(&VariantKey) -> Result<T, DeviceError>,
+) -> [Result<T, DeviceError>; 5] {
+    variants.each_ref().map(create)
 }
 
 #[cfg(not(target_family = "wasm"))]

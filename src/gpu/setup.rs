@@ -68,8 +68,9 @@ pub(super) fn split_config(
     let workgroups_per_item = shape.num_kv_heads * tiles.tiles;
     let target_workgroups = options.target_workgroups.unwrap_or(capabilities.target_workgroups).max(1);
     let span_quantum = TILE.max(cache.block_size());
+    let longest = u32::MAX / span_quantum * span_quantum;
     let fixed_span_tokens =
-        options.fixed_span_tokens.map(|tokens| tokens.max(1).next_multiple_of(span_quantum));
+        options.fixed_span_tokens.map(|tokens| tokens.clamp(1, longest).next_multiple_of(span_quantum));
     // What a step can need: with fixed spans, every row's; else as many as fill the device, and one more per row.
     let wanted_partials = match fixed_span_tokens {
         Some(span) => {

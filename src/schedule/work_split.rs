@@ -22,7 +22,8 @@ pub struct SplitConfig {
     pub heads_per_kv_head: u32,
     /// (row, query head) pairs that one prefill workgroup handles.
     pub prefill_queries: u32,
-    /// Spans start at multiples of this many tokens: a multiple of the block size and of the kernel's key tile.
+    /// Spans start at multiples of this many tokens: a multiple of the block size and of the key tile of the kernel that
+    /// runs them.
     pub span_quantum: u32,
     /// Workgroups that fill the device; decode is split until it has about as many.
     pub target_workgroups: u32,

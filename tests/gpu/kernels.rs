@@ -48,7 +48,7 @@ impl Cell {
         let options =
             AttentionOptions::default().allow_subgroups(self.subgroups).checked_shaders(self.checked);
         match self.spans {
-            Spans::One => options.fixed_span_tokens(1 << 20),
+            Spans::One => options.fixed_span_tokens(u32::MAX),
             Spans::Many => options.target_workgroups(4096),
             Spans::Fixed => options.fixed_span_tokens(1),
         }

@@ -87,6 +87,8 @@ impl SpanTimer {
     /// [`GpuError::Lost`].
     pub(crate) fn take(&self) -> Result<Duration, GpuError> {
         if !self.mapped.swap(false, Ordering::Relaxed) {
+            // A request that is still open is given up.
+            self.readback.unmap();
             return Err(lost("its timestamps cannot be read"));
         }
         let view = self.readback.get_mapped_range(..).map_err(lost)?;

@@ -111,11 +111,14 @@ impl Radv {
     unsafe fn told(&self, pipeline: vk::Pipeline, with_assembly: bool) -> Result<Pipeline, Failure> {
         let of_pipeline = vk::PipelineInfoKHR::default().pipeline(pipeline);
         let of_executable = vk::PipelineExecutableInfoKHR::default().pipeline(pipeline);
-        // SAFETY: a compute pipeline has one executable, number 0. RADV's statistics are all unsigned numbers of 64 bits.
+        // SAFETY: a compute pipeline has one executable, number 0. A statistic is read as what it says it is.
         unsafe {
             let properties = self.executables.get_pipeline_executable_properties(&of_pipeline)?;
             let statistics = self.executables.get_pipeline_executable_statistics(&of_executable)?;
-            let statistics = statistics.iter().map(|one| (text(&one.name), one.value.u64)).collect();
+            let numbers = statistics
+                .iter()
+                .filter(|one| one.format == vk::PipelineExecutableStatisticFormatKHR::UINT64);
+            let statistics = numbers.map(|one| (text(&one.name), one.value.u64)).collect();
             let assembly = if with_assembly { Some(self.assembly(&of_executable)?) } else { None };
             Ok(Pipeline { statistics, subgroup_size: properties[0].subgroup_size, assembly })
         }
