@@ -100,6 +100,11 @@ impl TestAdapter {
         Self::new(adapter)
     }
 
+    /// The adapter itself.
+    pub(crate) fn adapter(&self) -> &wgpu::Adapter {
+        &self.adapter
+    }
+
     /// `BACKEND:ADAPTER`, where the software Vulkan adapters go by their usual names.
     pub(crate) fn name(&self) -> &str {
         &self.name

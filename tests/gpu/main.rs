@@ -6,6 +6,7 @@ mod device;
 mod device_rig;
 mod kernel_bugs;
 mod kernels;
+mod profiles;
 mod raw;
 mod raw_kernels;
 mod recording;
