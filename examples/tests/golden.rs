@@ -77,8 +77,8 @@ const CELLS: &[Cell] = &[
     Cell { name: "f32, P 16, batched", quick: ALL, all: &[], run: |runner| runner.short(BASE) },
     Cell {
         name: "f16, P 16, batched",
-        quick: ALL,
-        all: &[],
+        quick: &["lavapipe", "cpu"],
+        all: &["swiftshader"],
         run: |runner| runner.short(Setup { kv: KvType::F16, ..BASE }),
     },
     Cell {
@@ -95,8 +95,8 @@ const CELLS: &[Cell] = &[
     },
     Cell {
         name: "f16, P 256, batched",
-        quick: &["swiftshader"],
-        all: &["lavapipe", "cpu"],
+        quick: &["cpu"],
+        all: GPUS,
         run: |runner| runner.short(Setup { kv: KvType::F16, block_size: 256, num_blocks: 12, ..BASE }),
     },
     Cell {
