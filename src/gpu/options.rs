@@ -79,6 +79,8 @@ impl AttentionOptions {
 
     /// Where compiled shaders are looked up and kept, if the device has `Features::PIPELINE_CACHE`: where an application
     /// writes its data to a file, the driver compiles nothing at the second start. Most drivers keep a cache of their own.
+    ///
+    /// A cache of another device is [`DeviceError::Refused`](crate::DeviceError::Refused) when the attention object is made.
     pub fn pipeline_cache(mut self, cache: wgpu::PipelineCache) -> Self {
         self.pipeline_cache = Some(cache);
         self

@@ -24,7 +24,7 @@ pub(crate) fn on_each_adapter_but_gl(mut test: impl FnMut(&TestAdapter)) {
 }
 
 /// One line past the capture of test output, as for the adapters; `tests/run` sums them up.
-fn announce_left_out(adapter: &TestAdapter) {
+pub(crate) fn announce_left_out(adapter: &TestAdapter) {
     // The harness names a test's thread after the test.
     let thread = std::thread::current();
     let test = thread.name().unwrap_or("a test");

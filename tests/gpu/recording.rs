@@ -11,7 +11,7 @@ use pollster::FutureExt as _;
 use wgpu::{BufferUsages, Features, Limits};
 
 use crate::device::{TestDevice, noop_device};
-use crate::device_rig::{on_each_adapter_but_gl, open};
+use crate::device_rig::{announce_left_out, on_each_adapter_but_gl, open};
 
 const SHAPE: ModelShape = ModelShape { num_layers: 3, num_query_heads: 6, num_kv_heads: 2, head_dim: 16 };
 const MAX_ROWS: u32 = 64;
@@ -515,6 +515,7 @@ fn every_kernel_says_its_variant_and_how_long_it_took() {
 fn pipelines_are_made_with_the_applications_pipeline_cache() {
     on_each_adapter_but_gl(|adapter| {
         if !adapter.features().contains(Features::PIPELINE_CACHE) {
+            announce_left_out(adapter);
             return;
         }
         let open =

@@ -13,7 +13,7 @@ use super::{
     buffers::{allocate, lost},
 };
 
-/// What a device needs for it. Metal and GPUs that render in tiles do without.
+/// What a device needs for it. Not all GPUs have timestamps within a pass.
 pub(super) const FEATURES: wgpu::Features =
     wgpu::Features::TIMESTAMP_QUERY.union(wgpu::Features::TIMESTAMP_QUERY_INSIDE_PASSES);
 
