@@ -292,6 +292,13 @@ impl Golden {
         }
         tokens
     }
+
+    /// At most `most` of the tokens that must be equal.
+    fn first(&self, prompt: usize, kv: KvType, most: usize) -> Vec<TokenId> {
+        let mut tokens = self.expected(prompt, kv);
+        tokens.truncate(most);
+        tokens
+    }
 }
 
 struct Runner {
@@ -341,9 +348,7 @@ impl Runner {
 
     /// Leading tokens of an answer that must be equal, [`most_tokens`](Self::most_tokens) at most.
     fn due(&self, prompt: usize, kv: KvType) -> Vec<TokenId> {
-        let mut tokens = self.golden.expected(prompt, kv);
-        tokens.truncate(self.most_tokens);
-        tokens
+        self.golden.first(prompt, kv, self.most_tokens)
     }
 
     fn compare(&mut self, indices: std::ops::Range<usize>, setup: Setup) {
@@ -404,11 +409,7 @@ impl Runner {
         // Long prompts come after short ones: as those grow, one makes room while it is read, and others while they
         // answer.
         let order = [1, 2, 3, 6, 5, 8, 4, 0];
-        let answer = |golden: &Golden, index: usize| {
-            let mut tokens = golden.expected(index, KvType::F32);
-            tokens.truncate(FIRST_TOKENS);
-            tokens
-        };
+        let answer = |golden: &Golden, index| golden.first(index, KvType::F32, FIRST_TOKENS);
         let prompts: Vec<Prompt> =
             order.iter().map(|&index| self.prompt(index, answer(&self.golden, index).len())).collect();
         let options = self.options(Setup { num_blocks: 15, step_tokens: 16, ..BASE }, 0);
