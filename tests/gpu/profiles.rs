@@ -9,7 +9,10 @@
 use std::fmt::Write as _;
 use std::ops::RangeInclusive;
 
-use paged_kv::{CacheConfig, KvType, ModelShape, PagedAttention, recommended_features, recommended_limits};
+use paged_kv::{
+    CacheConfig, DEFAULT_BLOCK_SIZE, KvType, ModelShape, PagedAttention, recommended_features,
+    recommended_limits,
+};
 use wgpu::{Features, Limits};
 
 use crate::device::TestAdapter;
@@ -102,17 +105,17 @@ fn row(profile: &Profile) -> String {
 }
 
 fn pool(tokens: u32) -> CacheConfig {
-    CacheConfig::for_blocks(tokens / 16, &LLAMA_8B, KvType::F16).expect("a pool")
+    CacheConfig::for_blocks(tokens / DEFAULT_BLOCK_SIZE, &LLAMA_8B, KvType::F16).expect("a pool")
 }
 
 /// Tokens of the largest pool whose arenas a binding holds.
 fn most_tokens(binding: u64) -> u32 {
-    let fits = |blocks: u32| pool(blocks * 16).arenas(binding).is_ok();
+    let fits = |blocks: u32| pool(blocks * DEFAULT_BLOCK_SIZE).arenas(binding).is_ok();
     let (mut fit, mut too_many) = (1, 1 << 20);
     assert!(fits(fit) && !fits(too_many));
     while fit + 1 < too_many {
         let middle = fit.midpoint(too_many);
         *if fits(middle) { &mut fit } else { &mut too_many } = middle;
     }
-    fit * 16
+    fit * DEFAULT_BLOCK_SIZE
 }

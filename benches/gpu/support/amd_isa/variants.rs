@@ -68,7 +68,7 @@ impl Variant {
 
     /// Bytes of a key and its value.
     pub(super) fn bytes_per_key(&self) -> u32 {
-        2 * self.head_dim * if self.kv_type == KvType::F16 { 2 } else { 4 }
+        2 * self.head_dim * self.kv_type.bits() / 8
     }
 
     /// The text.
