@@ -14,6 +14,11 @@ fn visible_keys(span: Span, query: u32) -> u32 {
     return span.end_token;
 }
 
+// Index of a query's partial result.
+fn partial_of(span: Span, query: u32) -> u32 {
+    return span.partial;
+}
+
 @compute @workgroup_size(WORKGROUP)
 fn attention_decode(@builtin(workgroup_id) workgroup: vec3<u32>, invocation: Invocation) {
     let per_item = layer.num_kv_heads * layer.head_tiles;

@@ -1,8 +1,9 @@
 // Attention of sequences that compute several rows: a prompt, or a chunk of one that starts anywhere.
 //
-// Work item: (sequence, kv head, tile of queries); one workgroup each, 64 invocations. The queries of a sequence and kv
-// head are numbered row by row, and within a row head by head; a tile is QUERIES of them, across rows as it comes. Rows
-// are causal, aligned to the end of the context: row `i` of `n` sees the first `context - n + i + 1` keys.
+// Work item: (sequence, kv head, tile of queries, span of keys); one workgroup each, 64 invocations. The queries of a
+// sequence and kv head are numbered row by row, and within a row head by head; a tile is QUERIES of them, across rows as
+// it comes. Rows are causal, aligned to the end of the context: row `i` of `n` sees the first `context - n + i + 1` keys.
+// A tile's only span writes the final result of its queries, others partial ones, a row's `num_spans` of them in a row.
 //
 // Twin: `reference::attention_prefill`. Algorithm and source: `common/attention_core.wgsl`.
 
@@ -11,9 +12,18 @@ const CAUSAL = true;
 
 // End of the keys that a query sees.
 fn visible_keys(span: Span, query: u32) -> u32 {
+    return span.first_visible + row_in_tile(span, min(query, span.num_queries - 1u));
+}
+
+// Index of a query's partial result.
+fn partial_of(span: Span, query: u32) -> u32 {
+    return span.partial + row_in_tile(span, query) * span.num_spans;
+}
+
+// Rows from the tile's first query to another one.
+fn row_in_tile(span: Span, query: u32) -> u32 {
     let heads = layer.heads_per_kv_head;
-    let last = span.first_query + min(query, span.num_queries - 1u);
-    return span.unmasked_end + last / heads - span.first_query / heads;
+    return (span.first_query + query) / heads - span.first_query / heads;
 }
 
 @compute @workgroup_size(WORKGROUP)
@@ -22,7 +32,7 @@ fn attention_prefill(@builtin(workgroup_id) workgroup: vec3<u32>, invocation: In
     if (index >= plan.num_prefill_items * layer.num_kv_heads) {
         return;
     }
-    let item = plan.prefill_items + (index / layer.num_kv_heads) * 4u;
+    let item = plan.prefill_items + (index / layer.num_kv_heads) * 8u;
     let kv_head = index % layer.num_kv_heads;
     let sequence = metadata[item];
     let first_query = metadata[item + 1u];
@@ -36,13 +46,15 @@ fn attention_prefill(@builtin(workgroup_id) workgroup: vec3<u32>, invocation: In
     var span: Span;
     span.kv_head = kv_head;
     span.table = metadata[plan.table_rows + sequence] * layer.table_entries;
-    span.first_token = 0u;
-    span.end_token = visible + (end_query - 1u) / heads;
-    span.unmasked_end = visible + first_query / heads;
+    span.first_token = metadata[item + 3u];
+    span.end_token = metadata[item + 4u];
+    span.first_visible = visible + first_query / heads;
+    span.unmasked_end = min(span.first_visible, span.end_token);
     span.first_row = first_row;
     span.first_query = first_query;
     span.num_queries = end_query - first_query;
-    span.partial = DIRECT;
+    span.partial = metadata[item + 5u];
+    span.num_spans = metadata[item + 6u];
 
     var queries: Queries;
     let query_Q = min(first_query + QUERY_Q, end_query - 1u);

@@ -279,10 +279,13 @@ impl CpuAttention {
             }
         });
         std::thread::scope(|scope| {
+            let (output, partials) = (output.reborrow(), partials.reborrow());
             for mut part in
-                reference::prefill_parts(&inputs, prefill_items, output.reborrow(), self.num_threads)
+                reference::prefill_parts(&inputs, prefill_items, output, partials, self.num_threads)
             {
-                scope.spawn(move || reference::attention_prefill(&inputs, part.items, &mut part.output));
+                scope.spawn(move || {
+                    reference::attention_prefill(&inputs, part.items, &mut part.output, &mut part.partials);
+                });
             }
         });
         reference::attention_merge(&self.cache, &self.split.merge_items, partials.as_rows(), &mut output);

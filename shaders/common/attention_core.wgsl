@@ -37,8 +37,11 @@ struct Span {
     first_row: u32,
     first_query: u32,
     num_queries: u32,
-    // Index of the partial result, or DIRECT where the result is final.
+    // Index of the first row's partial result, or DIRECT where the result is final.
     partial: u32,
+    // For queries of several rows: keys that the first row sees, and from a row's partial result to the next row's.
+    first_visible: u32,
+    num_spans: u32,
 }
 
 // The queries, the same for all invocations of a workgroup. Those beyond `num_queries` repeat the last one.
@@ -162,11 +165,11 @@ fn finish_query(lane: u32, span: Span, query: u32, values: Values, maximum: f32,
             let place = row * tensors.output_stride + head * HEAD_VECS;
             output[place + lane] = select(total / sum, vec4<f32>(0.0), sum == 0.0);
         } else {
-            partials[(span.partial * layer.num_query_heads + head) * PARTIAL_VECS + lane] = total;
+            partials[(partial_of(span, query) * layer.num_query_heads + head) * PARTIAL_VECS + lane] = total;
         }
     }
     if (span.partial != DIRECT && lane == 0u) {
-        let place = (span.partial * layer.num_query_heads + head) * PARTIAL_VECS;
+        let place = (partial_of(span, query) * layer.num_query_heads + head) * PARTIAL_VECS;
         partials[place + HEAD_VECS] = vec4<f32>(maximum, sum, 0.0, 0.0);
     }
     // The scratch is free for the next query.

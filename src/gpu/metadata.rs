@@ -14,7 +14,7 @@ use crate::error::PrepareError;
 use crate::gpu::params::{STEP_PARAMS_WORDS, StepParams};
 use crate::gpu::pipelines::Layouts;
 use crate::gpu::scope::guarded;
-use crate::schedule::{StepPlan, TableChange, WorkSplit};
+use crate::schedule::{PrefillItem, StepPlan, TableChange, WorkSplit};
 use std::sync::Arc;
 use wgpu::{
     BindGroupDescriptor, BindGroupEntry, BindingResource, BufferBinding, BufferDescriptor, BufferUsages,
@@ -193,7 +193,7 @@ fn count_words(plan: &StepPlan, split: &WorkSplit, header_words: u32) -> u64 {
     let arrays = 3 * u64::from(plan.num_rows())
         + plan.query_starts().len() as u64
         + 2 * u64::from(plan.num_sequences())
-        + 4 * (split.decode_items.len() + split.prefill_items.len() + split.merge_items.len()) as u64
+        + 4 * (split.decode_items.len() + 2 * split.prefill_items.len() + split.merge_items.len()) as u64
         + 2 * plan.block_copies().len() as u64
         + plan.changed_entries().len() as u64
         + u64::from(has_swaps(plan));
@@ -234,12 +234,7 @@ fn pack(
                 .flat_map(|item| [item.sequence, item.first_token, item.end_token, item.partial]),
         ),
         num_decode_items: 0,
-        prefill_items: append(
-            &mut split
-                .prefill_items
-                .iter()
-                .flat_map(|item| [item.sequence, item.first_query, item.end_query, 0]),
-        ),
+        prefill_items: append(&mut split.prefill_items.iter().flat_map(PrefillItem::words)),
         num_prefill_items: 0,
         merge_items: append(
             &mut split
@@ -275,7 +270,7 @@ fn write_headers(split: &WorkSplit, header_words: u32, words: &mut [u32], record
             record.decode_dispatches.push(params.num_decode_items);
         }
         if let Some(range) = split.prefill_dispatches.get(header) {
-            params.prefill_items += 4 * range.start;
+            params.prefill_items += 8 * range.start;
             params.num_prefill_items = range.end - range.start;
             record.prefill_dispatches.push(params.num_prefill_items);
         }

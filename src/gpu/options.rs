@@ -28,8 +28,8 @@ impl AttentionOptions {
         self
     }
 
-    /// Cuts every row's keys into spans of `tokens` tokens, whatever else is in the batch, so that the bits of a row's
-    /// result do not depend on its neighbours. Rounded up to a multiple of the block size and of 128, and at least that.
+    /// Cuts the keys of every sequence with one row into spans of `tokens` tokens, whatever else is in the batch, and those
+    /// of no other sequence, so that the bits of a row's result do not depend on its neighbours. Rounded up to a multiple of the block size and of 128, and at least that.
     ///
     /// The spans' partial results must fit into the scratch buffer, which is made large enough for `max_sequences` rows
     /// of the declared maximum unless [`scratch_bytes`](Self::scratch_bytes) or the device's limits are lower;

@@ -71,13 +71,16 @@ pub(super) fn split_config(
     let longest = u32::MAX / span_quantum * span_quantum;
     let fixed_span_tokens =
         options.fixed_span_tokens.map(|tokens| tokens.clamp(1, longest).next_multiple_of(span_quantum));
-    // What a step can need: with fixed spans, every row's; else as many as fill the device, and one more per row.
+    // What a step can need: with fixed spans, every row's; else as many as fill the device, and one more per row or tile.
     let wanted_partials = match fixed_span_tokens {
         Some(span) => {
             u64::from(cache.max_sequences()) * u64::from(cache.max_sequence_tokens().div_ceil(span))
         }
         None => {
-            2 * u64::from(target_workgroups.div_ceil(workgroups_per_item)) + u64::from(cache.max_sequences())
+            let decode = 2 * u64::from(target_workgroups.div_ceil(workgroups_per_item));
+            let tiles = 2 * u64::from(target_workgroups.div_ceil(shape.num_kv_heads));
+            let rows_of_tile = 1 + PREFILL_QUERIES.div_ceil(shape.heads_per_kv_head());
+            decode + u64::from(cache.max_sequences()) + tiles * u64::from(rows_of_tile)
         }
     };
     let default_bytes = match fixed_span_tokens {
@@ -91,6 +94,7 @@ pub(super) fn split_config(
         * u64::from(cache.layout().k_head_dim + cache.layout().v_head_dim);
     SplitConfig {
         workgroups_per_item,
+        workgroups_per_tile: shape.num_kv_heads,
         heads_per_kv_head: shape.heads_per_kv_head(),
         prefill_queries: PREFILL_QUERIES,
         span_quantum,

@@ -68,6 +68,6 @@ pub fn attention(
     }
     let mut partial_rows = RowsMut::new(partials, partial_len);
     attention_decode(inputs, &split.decode_items, output, &mut partial_rows);
-    attention_prefill(inputs, &split.prefill_items, output);
+    attention_prefill(inputs, &split.prefill_items, output, &mut partial_rows);
     attention_merge(inputs.cache, &split.merge_items, partial_rows.as_rows(), output);
 }

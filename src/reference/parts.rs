@@ -22,8 +22,10 @@ pub struct DecodePart<'a> {
 pub struct PrefillPart<'a> {
     /// The items.
     pub items: &'a [PrefillItem],
-    /// The rows of the output that they write.
+    /// The rows of the output that items without a partial result write.
     pub output: RowsMut<'a>,
+    /// The partial results that the other items write.
+    pub partials: RowsMut<'a>,
 }
 
 /// Cuts decode items into at most `num_parts` parts of about equal work.
@@ -75,15 +77,15 @@ pub fn prefill_parts<'a>(
     inputs: &AttentionInputs<'_>,
     items: &'a [PrefillItem],
     mut output: RowsMut<'a>,
+    mut partials: RowsMut<'a>,
     num_parts: usize,
 ) -> Vec<PrefillPart<'a>> {
     let heads = inputs.cache.heads_per_kv_head();
     let work = |item: &PrefillItem| {
-        let (_, past) = inputs.rows_and_past(item.sequence);
-        let keys = (past + i64::from(item.end_query.div_ceil(heads))).max(0) as u64;
-        u64::from(item.end_query - item.first_query) * (keys + 1)
+        u64::from(item.end_query - item.first_query) * (u64::from(item.end_token - item.first_token) + 1)
     };
-    let starts_row = |item: &PrefillItem| item.first_query.is_multiple_of(heads);
+    // A tile's rows each have a partial result from each of its spans.
+    let starts_row = |item: &PrefillItem| item.first_query.is_multiple_of(heads) && item.first_token == 0;
     let mut parts = Vec::new();
     let mut rest = items;
     for part in (1..=num_parts.max(1)).rev() {
@@ -97,9 +99,12 @@ pub fn prefill_parts<'a>(
         }
         let next =
             tail.first().map(|item| row_of(inputs, item.sequence) + (item.first_query / heads) as usize);
+        let first_partial = tail.iter().map(|item| item.partial).find(|&partial| partial != DIRECT);
         let head_output;
+        let head_partials;
         (head_output, output) = output.split_at_row(next.unwrap_or(usize::MAX));
-        parts.push(PrefillPart { items: head, output: head_output });
+        (head_partials, partials) = partials.split_at_row(first_partial.map_or(usize::MAX, |p| p as usize));
+        parts.push(PrefillPart { items: head, output: head_output, partials: head_partials });
         rest = tail;
     }
     parts

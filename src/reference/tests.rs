@@ -61,8 +61,17 @@ fn b05a_rows_without_a_visible_key_give_zero() {
     let query = [0.0; 4 * 8];
     let inputs = AttentionInputs::new(&cache, &plan, 0, Rows::new(&query, 8));
     let mut output = [7.0; 4 * 8];
-    let tile = PrefillItem { sequence: 0, first_query: 0, end_query: 4, padding: 0 };
-    attention_prefill(&inputs, &[tile], &mut RowsMut::new(&mut output, 8));
+    let tile = PrefillItem {
+        sequence: 0,
+        first_query: 0,
+        end_query: 4,
+        first_token: 0,
+        end_token: 2,
+        partial: DIRECT,
+        num_spans: 1,
+        padding: 0,
+    };
+    attention_prefill(&inputs, &[tile], &mut RowsMut::new(&mut output, 8), &mut RowsMut::new(&mut [], 10));
     let firsts: Vec<f32> = output.chunks(8).map(|row| row[0]).collect();
     assert_eq!(firsts, [0.0, 0.0, 10.0, 15.0]);
 }
@@ -176,6 +185,13 @@ fn b41_two_copies_into_one_block_are_refused() {
 
 #[test]
 fn parts_share_out_every_item_once_and_write_what_one_pass_writes() {
+    for fixed_span_tokens in [None, Some(8)] {
+        share_out(fixed_span_tokens);
+    }
+}
+
+/// With fixed spans decode rows are cut, without them chunks are cut, too.
+fn share_out(fixed_span_tokens: Option<u32>) {
     let shape = ModelShape { num_query_heads: 6, num_kv_heads: 2, ..EIGHT };
     let mut cache = cache(&shape, KvType::F32, 4, 32);
     cache.words_mut().iter_mut().enumerate().for_each(|(index, word)| {
@@ -198,11 +214,13 @@ fn parts_share_out_every_item_once_and_write_what_one_pass_writes() {
     let config = crate::SplitConfig {
         prefill_queries: 4,
         span_quantum: 4,
-        fixed_span_tokens: Some(8),
+        fixed_span_tokens,
+        target_workgroups: 64,
         ..cache.split_config(8)
     };
     let mut split = WorkSplit::default();
     split.split(&plan, &config);
+    assert_eq!(split.prefill_items.iter().any(|item| item.partial != DIRECT), fixed_span_tokens.is_none());
     let mut expected = vec![f32::NAN; 16 * 48];
     attention(&inputs, &split, &mut RowsMut::new(&mut expected, 48), &mut Vec::new());
     assert!(expected.iter().all(|x| x.is_finite()));
@@ -219,11 +237,12 @@ fn parts_share_out_every_item_once_and_write_what_one_pass_writes() {
             attention_decode(&inputs, part.items, &mut part.output, &mut part.partials);
         }
         let rows = RowsMut::new(&mut output, 48);
-        let mut parts = prefill_parts(&inputs, &split.prefill_items, rows, num_parts);
+        let partial_rows = RowsMut::new(&mut partials, cache.partial_len());
+        let mut parts = prefill_parts(&inputs, &split.prefill_items, rows, partial_rows, num_parts);
         assert!(parts.len() <= num_parts);
         assert_eq!(parts.iter().map(|part| part.items.len()).sum::<usize>(), split.prefill_items.len());
         for part in &mut parts {
-            attention_prefill(&inputs, part.items, &mut part.output);
+            attention_prefill(&inputs, part.items, &mut part.output, &mut part.partials);
         }
         let partial_rows = Rows::new(&partials, cache.partial_len());
         attention_merge(&cache, &split.merge_items, partial_rows, &mut RowsMut::new(&mut output, 48));

@@ -1,9 +1,10 @@
 //! Cuts a step's attention into work items of similar size, and the items into dispatches within a work budget.
 //!
 //! Pure arithmetic on a [`StepPlan`]: no device, no policy of admission. A sequence with one row becomes decode items
-//! (spans of keys); one with more becomes prefill items (tiles of query rows). Spans of one row are merged exactly, so
-//! every cut gives the same result up to rounding; with [`SplitConfig::fixed_span_tokens`] the cuts of a row depend only
-//! on its own context, and its bits do not depend on its neighbours in the batch.
+//! (spans of keys); one with more becomes prefill items (tiles of query rows, and spans of keys where the tiles alone do
+//! not fill the device: a few drafts to verify, or the end of a prompt, over a long context). Spans of one row are merged
+//! exactly, so every cut gives the same result up to rounding; with [`SplitConfig::fixed_span_tokens`] the cuts of a row
+//! depend only on its own context, and its bits do not depend on its neighbours in the batch.
 //!
 //! Numbers of zero in a [`SplitConfig`] count as one.
 
@@ -18,6 +19,8 @@ pub const DIRECT: u32 = u32::MAX;
 pub struct SplitConfig {
     /// Workgroups that one decode item becomes: kv heads times tiles of query heads.
     pub workgroups_per_item: u32,
+    /// Workgroups that one prefill item becomes: kv heads.
+    pub workgroups_per_tile: u32,
     /// Query heads per kv head.
     pub heads_per_kv_head: u32,
     /// (row, query head) pairs that one prefill workgroup handles.
@@ -25,12 +28,13 @@ pub struct SplitConfig {
     /// Spans start at multiples of this many tokens: a multiple of the block size and of the key tile of the kernel that
     /// runs them.
     pub span_quantum: u32,
-    /// Workgroups that fill the device; decode is split until it has about as many.
+    /// Workgroups that fill the device; decode is split until it has about as many, and so is prefill.
     pub target_workgroups: u32,
     /// Partial results that the scratch buffer holds: spans are lengthened until they suffice.
     pub max_partials: u32,
-    /// Cut every row into spans of this many tokens, rounded up to the quantum, whatever else is in the batch. Such spans
-    /// are never lengthened: when [`WorkSplit::num_partials`] exceeds the scratch buffer, the step must be refused.
+    /// Cut every decode row into spans of this many tokens, rounded up to the quantum, whatever else is in the batch, and
+    /// no prefill row. Such spans are never lengthened: when [`WorkSplit::num_partials`] exceeds the scratch buffer, the
+    /// step must be refused.
     pub fixed_span_tokens: Option<u32>,
     /// (row, key) pairs that one dispatch may have, all kv heads counted once. A single item may exceed it.
     pub dispatch_work_budget: u64,
@@ -50,8 +54,8 @@ pub struct DecodeItem {
     pub partial: u32,
 }
 
-/// A tile of one sequence's queries. Query `q` of a sequence is row `q / heads_per_kv_head`, head
-/// `q % heads_per_kv_head` of the kv head.
+/// A tile of one sequence's queries over a span of the keys that they see. Query `q` of a sequence is row
+/// `q / heads_per_kv_head`, head `q % heads_per_kv_head` of the kv head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct PrefillItem {
@@ -61,8 +65,25 @@ pub struct PrefillItem {
     pub first_query: u32,
     /// End of the tile.
     pub end_query: u32,
-    /// Always 0: keeps the item at 16 bytes.
+    /// First key of the span.
+    pub first_token: u32,
+    /// End of the span; at most what the last query sees.
+    pub end_token: u32,
+    /// Index of the first row's partial result, or [`DIRECT`].
+    pub partial: u32,
+    /// From one row's partial result to the next one's: spans of the sequence.
+    pub num_spans: u32,
+    /// Always 0: keeps the item at 32 bytes.
     pub padding: u32,
+}
+
+impl PrefillItem {
+    /// The item as shaders read it.
+    pub fn words(&self) -> [u32; 8] {
+        let Self { sequence, first_query, end_query, first_token, end_token, partial, num_spans, padding } =
+            *self;
+        [sequence, first_query, end_query, first_token, end_token, partial, num_spans, padding]
+    }
 }
 
 /// A row whose spans must be merged.
@@ -84,7 +105,7 @@ pub struct MergeItem {
 pub struct WorkSplit {
     /// Decode items, a row's spans in order.
     pub decode_items: Vec<DecodeItem>,
-    /// Prefill items, sequence after sequence.
+    /// Prefill items: sequence after sequence, tile after tile, a tile's spans in order.
     pub prefill_items: Vec<PrefillItem>,
     /// Rows to merge.
     pub merge_items: Vec<MergeItem>,
@@ -109,12 +130,14 @@ impl WorkSplit {
             Some(tokens) => whole_quanta(u64::from(tokens), config),
             None => balanced_span(plan, config),
         };
+        let room = u64::from(config.max_partials).saturating_sub(partials(plan, span_tokens));
+        let chunk_span = chunk_span(plan, config, room);
         for sequence in 0..plan.num_sequences() {
             let rows = plan.query_starts[sequence as usize + 1] - plan.query_starts[sequence as usize];
             if rows == 1 {
                 self.push_decode(plan, sequence, span_tokens);
             } else {
-                self.push_prefill(sequence, rows, config);
+                self.push_prefill(plan, sequence, chunk_span, config);
             }
         }
         let budget = config.dispatch_work_budget;
@@ -122,7 +145,7 @@ impl WorkSplit {
             u64::from(item.end_token - item.first_token)
         });
         cut(&self.prefill_items, budget, &mut self.prefill_dispatches, |item| {
-            prefill_work(plan, item, config.heads_per_kv_head.max(1))
+            prefill_work(item, config.heads_per_kv_head.max(1))
         });
     }
 
@@ -140,25 +163,107 @@ impl WorkSplit {
             });
         }
         if spans > 1 {
-            self.num_partials += spans;
-            self.merge_items.push(MergeItem {
-                row: plan.query_starts[sequence as usize],
-                first_partial,
-                num_partials: spans,
-                padding: 0,
+            self.push_merges(plan.query_starts[sequence as usize], spans, 1, |_| spans);
+        }
+    }
+
+    /// The tiles of a sequence's rows, in spans of `span_tokens` if its context is longer. Then every row has partial
+    /// results, one for each span of which it sees a key; those of a row are consecutive.
+    fn push_prefill(&mut self, plan: &StepPlan, sequence: u32, span_tokens: u32, config: &SplitConfig) {
+        let Chunk { rows, context } = chunk(plan, sequence);
+        let heads = config.heads_per_kv_head.max(1);
+        let spans = context.div_ceil(span_tokens);
+        let is_cut = spans > 1;
+        let queries = rows.saturating_mul(heads);
+        let visible = |row: u32| context - rows + row + 1;
+        let mut first_query = 0;
+        while first_query < queries {
+            let end_query = queries.min(first_query.saturating_add(config.prefill_queries.max(1)));
+            let end = visible((end_query - 1) / heads);
+            for first_token in (0..end).step_by(span_tokens as usize) {
+                self.prefill_items.push(PrefillItem {
+                    sequence,
+                    first_query,
+                    end_query,
+                    first_token,
+                    end_token: end.min(first_token.saturating_add(span_tokens)),
+                    partial: match is_cut {
+                        true => self.num_partials + first_query / heads * spans + first_token / span_tokens,
+                        false => DIRECT,
+                    },
+                    num_spans: spans,
+                    padding: 0,
+                });
+            }
+            first_query = end_query;
+        }
+        if is_cut {
+            self.push_merges(plan.query_starts[sequence as usize], spans, rows, |row| {
+                visible(row).div_ceil(span_tokens)
             });
         }
     }
 
-    fn push_prefill(&mut self, sequence: u32, rows: u32, config: &SplitConfig) {
-        let queries = rows.saturating_mul(config.heads_per_kv_head.max(1));
-        let mut first_query = 0;
-        while first_query < queries {
-            let end_query = queries.min(first_query.saturating_add(config.prefill_queries.max(1)));
-            self.prefill_items.push(PrefillItem { sequence, first_query, end_query, padding: 0 });
-            first_query = end_query;
-        }
+    /// Merges of consecutive rows with room for `spans` partial results each.
+    fn push_merges(&mut self, first_row: u32, spans: u32, rows: u32, num_partials: impl Fn(u32) -> u32) {
+        self.merge_items.extend((0..rows).map(|row| MergeItem {
+            row: first_row + row,
+            first_partial: self.num_partials + row * spans,
+            num_partials: num_partials(row),
+            padding: 0,
+        }));
+        self.num_partials += rows * spans;
     }
+}
+
+/// A sequence of the step.
+#[derive(Clone, Copy)]
+struct Chunk {
+    rows: u32,
+    /// Tokens that its last row sees.
+    context: u32,
+}
+
+fn chunk(plan: &StepPlan, sequence: u32) -> Chunk {
+    let sequence = sequence as usize;
+    let rows = plan.query_starts[sequence + 1] - plan.query_starts[sequence];
+    Chunk { rows, context: plan.context_lens[sequence] }
+}
+
+/// The sequences with several rows.
+fn chunks(plan: &StepPlan) -> impl Iterator<Item = Chunk> {
+    (0..plan.num_sequences()).map(|sequence| chunk(plan, sequence)).filter(|chunk| chunk.rows != 1)
+}
+
+/// One span length for all chunks of the step, such that their tiles have about `target_workgroups` workgroups, and their
+/// partial results fit into `room`. The longest of all where the tiles fill the device as they are: then a cut would only
+/// add partial results. With fixed spans nothing is cut, since how much there is to fill depends on the batch.
+fn chunk_span(plan: &StepPlan, config: &SplitConfig, room: u64) -> u32 {
+    let mut tiles = 0u64;
+    let mut tokens = 0u64;
+    let mut longest = 1u32;
+    for Chunk { rows, context } in chunks(plan) {
+        let queries = u64::from(rows) * u64::from(config.heads_per_kv_head.max(1));
+        let chunk_tiles = queries.div_ceil(u64::from(config.prefill_queries.max(1)));
+        tiles += chunk_tiles;
+        tokens += chunk_tiles * u64::from(context);
+        longest = longest.max(context);
+    }
+    let wanted_tiles = u64::from(config.target_workgroups.div_ceil(config.workgroups_per_tile.max(1)));
+    if tiles >= wanted_tiles || config.fixed_span_tokens.is_some() {
+        return u32::MAX;
+    }
+    let mut span = whole_quanta(tokens.div_ceil(wanted_tiles), config);
+    while span < longest && chunk_partials(plan, span) > room {
+        span = whole_quanta(2 * u64::from(span), config);
+    }
+    span
+}
+
+/// Partial results of the step's chunks when they are cut into spans of `span_tokens`.
+fn chunk_partials(plan: &StepPlan, span_tokens: u32) -> u64 {
+    let cut = chunks(plan).filter(|chunk| chunk.context > span_tokens);
+    cut.map(|chunk| u64::from(chunk.rows) * u64::from(chunk.context.div_ceil(span_tokens))).sum()
 }
 
 /// Contexts of the sequences with one row.
@@ -207,14 +312,13 @@ fn whole_quanta(tokens: u64, config: &SplitConfig) -> u32 {
     tokens.max(1).next_multiple_of(quantum).min(most) as u32
 }
 
-/// (row, key) pairs of a prefill item, rounded up to whole rows.
-fn prefill_work(plan: &StepPlan, item: &PrefillItem, heads: u32) -> u64 {
-    let sequence = item.sequence as usize;
-    let rows = plan.query_starts[sequence + 1] - plan.query_starts[sequence];
-    let past = plan.context_lens[sequence] - rows;
-    let first_row = item.first_query / heads;
-    let end_row = item.end_query.div_ceil(heads);
-    rows_work(u64::from(end_row - first_row), u64::from(past) + u64::from(end_row))
+/// (row, key) pairs of a prefill item, rounded up to whole rows, and those of a span to a rectangle.
+fn prefill_work(item: &PrefillItem, heads: u32) -> u64 {
+    let rows = u64::from(item.end_query.div_ceil(heads) - item.first_query / heads);
+    match item.partial {
+        DIRECT => rows_work(rows, u64::from(item.end_token)),
+        _ => rows * u64::from(item.end_token - item.first_token),
+    }
 }
 
 /// Consecutive items while their work stays within `budget`; an item beyond it has a dispatch of its own.

@@ -114,6 +114,29 @@ fn one_span_to_many_agree_with_dense_attention() {
 }
 
 #[test]
+fn chunks_cut_into_spans_agree_with_dense_attention() {
+    for prefill_queries in [1, 5, 8] {
+        let mut rig = Rig::new((6, 2, 16), KvType::F16, 4, 256);
+        let tables = filled(&mut rig, &[0, 3, 20, 130, 250]);
+        let plan = rig.plan(&tables.iter().copied().zip([9, 2, 1, 5, 30]).collect::<Vec<_>>());
+        let tensors = rig.tensors(&plan);
+        rig.write(&plan, &tensors);
+        let config = SplitConfig {
+            prefill_queries,
+            span_quantum: 4,
+            target_workgroups: 512,
+            max_partials: 4096,
+            ..rig.cpu.split_config(1)
+        };
+        let mut split = WorkSplit::default();
+        split.split(&plan, &config);
+        assert!(split.prefill_items.iter().any(|item| item.first_token > 0), "nothing is cut");
+        let output = rig.attend(&plan, &tensors, &config);
+        rig.assert_dense(&plan, &tensors, &output, TOLERANCE);
+    }
+}
+
+#[test]
 fn tiles_of_any_size_agree_with_dense_attention() {
     for prefill_queries in [1, 2, 5, 64] {
         let mut rig = Rig::new((6, 2, 16), KvType::F32, 4, 64);

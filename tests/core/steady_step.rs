@@ -137,6 +137,7 @@ fn a_step_with_lookahead_allocates_nothing() {
 fn splitting_a_steady_step_allocates_nothing() {
     let config = SplitConfig {
         workgroups_per_item: 3,
+        workgroups_per_tile: 3,
         heads_per_kv_head: 3,
         prefill_queries: 64,
         span_quantum: 64,

@@ -5,8 +5,8 @@
 //!
 //! 1. a ragged step fills sequences of 0, 1, P-1, P, P+1 and 2P tokens, and one long enough for several spans, over blocks
 //!    in shuffled order;
-//! 2. a second step decodes some of them and prefills chunks behind the others, four times over, with other poison in the
-//!    slots that no token has.
+//! 2. a second step decodes some of them and prefills chunks behind the others, a few rows behind a long one among them,
+//!    four times over, with other poison in the slots that no token has.
 //!
 //! Outputs are within 1e-5 of the f64 attention over the stored keys and values, relative to the head's largest element:
 //! f32 rounds each of a few hundred terms to 6e-8, and `exp2` is allowed a few units in the last place. The poison must
@@ -21,7 +21,7 @@ use crate::rig::{Poison, Rig};
 
 const TOLERANCE: f64 = 1e-5;
 
-/// How decode rows are split.
+/// How rows are split.
 #[derive(Clone, Copy, Debug)]
 enum Spans {
     One,
@@ -58,8 +58,8 @@ impl Cell {
         let (query_heads, kv_heads) = self.heads;
         let (k_type, v_type) = self.types;
         let format = KvFormat::new(k_type, v_type).with_v_head_dim(self.dims.1);
-        // Room for all tokens of a run, 13 partly filled blocks among them.
-        let num_blocks = (300 + 11 * self.block_size).max(600).div_ceil(self.block_size) + 26;
+        // Room for all tokens of a run, 14 partly filled blocks among them.
+        let num_blocks = (600 + 13 * self.block_size).max(900).div_ceil(self.block_size) + 28;
         Rig::new((query_heads, kv_heads, self.dims.0), format, self.block_size, num_blocks)
     }
 
@@ -68,26 +68,24 @@ impl Cell {
         let mut rig = DeviceRig::new(&gpu, self.rig(), self.options());
         rig.host.shuffle_free_blocks();
         let p = self.block_size;
-        let lens = [0, 1, p - 1, p, p + 1, 2 * p];
+        let lens = [0, 1, p - 1, p, p + 1, 2 * p, TILE.max(p) * 2 + 37];
         let decoded: Vec<TableId> = (0..7).map(|_| rig.host.open()).collect();
-        let chunked: Vec<TableId> = (0..6).map(|_| rig.host.open()).collect();
-        let long = TILE.max(p) * 2 + 37;
+        let chunked: Vec<TableId> = (0..7).map(|_| rig.host.open()).collect();
         let fill: Vec<(TableId, u32)> = decoded
             .iter()
-            .zip(lens.into_iter().chain([long]))
+            .zip(lens)
             .chain(chunked.iter().zip(lens))
             .filter(|(_, len)| *len > 0)
             .map(|(&table, len)| (table, len))
             .collect();
         self.step(&mut rig, &fill, &[Poison::Nan]);
 
-        let chunks = if p > 16 { [2, 9, 3, p + 1, 1, 5] } else { [2, p, p + 1, 3, 2 * p, 5] };
+        let chunks = if p > 16 { [2, 9, 3, p + 1, 1, 5, 7] } else { [2, p, p + 1, 3, 2 * p, 5, 7] };
         let decodes = decoded.iter().map(|&table| (table, 1));
-        let mut pushes: Vec<(TableId, u32)> = decodes
+        let pushes: Vec<(TableId, u32)> = decodes
             .zip(chunked.iter().copied().zip(chunks))
             .flat_map(|(decode, chunk)| [decode, chunk])
             .collect();
-        pushes.push((decoded[6], 1));
         self.step(&mut rig, &pushes, &Poison::ALL);
         let dispatches = rig.attention.stats().step_dispatches;
         let expected = if matches!(self.spans, Spans::One) { 3 } else { 4 };

@@ -66,9 +66,7 @@ impl RawStep {
                 &mut decode.flat_map(|i| [i.sequence, i.first_token, i.end_token, i.partial]),
             ),
             num_prefill_items: self.prefill_items.len() as u32,
-            prefill_items: place(
-                &mut prefill.flat_map(|i| [i.sequence, i.first_query, i.end_query, i.padding]),
-            ),
+            prefill_items: place(&mut prefill.flat_map(PrefillItem::words)),
             num_merge_items: self.merge_items.len() as u32,
             merge_items: place(&mut merge.flat_map(|i| [i.row, i.first_partial, i.num_partials, i.padding])),
             num_block_copies: self.block_copies.len() as u32,

@@ -292,6 +292,10 @@ fn prefill_loads_each_visible_key_and_value_once_per_tile_of_queries() {
                     sequence: 0,
                     first_query,
                     end_query,
+                    first_token: 0,
+                    end_token: 60 + (end_query - 1) / ratio + 1,
+                    partial: DIRECT,
+                    num_spans: 1,
                     padding: 0,
                 })
                 .collect();

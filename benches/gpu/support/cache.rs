@@ -244,11 +244,7 @@ impl<'a> BenchCache<'a> {
             .iter()
             .map(|item| u64::from(item.end_token - item.first_token))
             .sum::<u64>();
-        let prefill = self.work.prefill_items.iter().map(|item| {
-            let sequence = self.case.sequences[item.sequence as usize];
-            let past = sequence.context - sequence.rows + 1;
-            u64::from(past + (item.end_query - 1) / split.heads_per_kv_head)
-        });
+        let prefill = self.work.prefill_items.iter().map(|item| u64::from(item.end_token - item.first_token));
         let keys = decode * u64::from(split.workgroups_per_item)
             + prefill.sum::<u64>() * u64::from(self.case.num_kv_heads);
         keys * self.case.row_bytes()

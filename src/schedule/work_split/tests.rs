@@ -14,6 +14,7 @@ fn plan(sequences: &[(u32, u32)]) -> StepPlan {
 fn config() -> SplitConfig {
     SplitConfig {
         workgroups_per_item: 3,
+        workgroups_per_tile: 3,
         heads_per_kv_head: 3,
         prefill_queries: 32,
         span_quantum: 64,
@@ -36,20 +37,20 @@ fn split(sequences: &[(u32, u32)], config: &SplitConfig) -> WorkSplit {
 fn check(plan: &StepPlan, config: &SplitConfig, split: &WorkSplit) {
     let quantum = config.span_quantum.max(1);
     let mut decode = split.decode_items.iter().peekable();
-    let mut prefill = split.prefill_items.iter().peekable();
+    let mut prefill = split.prefill_items.iter();
     let mut merge = split.merge_items.iter();
     let mut next_partial = 0;
     for sequence in 0..plan.num_sequences() {
         let row = plan.query_starts[sequence as usize];
         let rows = plan.query_starts[sequence as usize + 1] - row;
         if rows > 1 {
-            let mut query = 0;
-            while let Some(item) = prefill.next_if(|item| item.sequence == sequence) {
-                assert_eq!(item.first_query, query, "tiles follow one another");
-                assert!(item.end_query > query && item.end_query - query <= config.prefill_queries.max(1));
-                query = item.end_query;
+            let items: Vec<_> =
+                prefill.as_slice().iter().take_while(|item| item.sequence == sequence).collect();
+            prefill = prefill.as_slice()[items.len()..].iter();
+            check_chunk(plan, config, sequence, &items, next_partial);
+            if items[0].partial != DIRECT {
+                next_partial += check_chunk_merges(plan, sequence, &items, &mut merge);
             }
-            assert_eq!(query, rows * config.heads_per_kv_head.max(1), "tiles cover all queries");
             continue;
         }
         let (mut token, mut spans) = (0, Vec::new());
@@ -87,10 +88,66 @@ fn check(plan: &StepPlan, config: &SplitConfig, split: &WorkSplit) {
             let rows = plan.query_starts[sequence + 1] - plan.query_starts[sequence];
             let past = plan.context_lens[sequence] - rows;
             let rows = item.first_query / heads..=(item.end_query - 1) / heads;
-            rows.map(|row| u64::from(past) + u64::from(row) + 1).sum()
+            rows.map(|row| u64::from((past + row + 1).min(item.end_token).saturating_sub(item.first_token)))
+                .sum()
         })
         .collect();
     check_dispatches(&split.prefill_dispatches, &tiles, config.dispatch_work_budget);
+}
+
+/// Tiles of a sequence's queries, and each tile's spans.
+fn check_chunk(
+    plan: &StepPlan,
+    config: &SplitConfig,
+    sequence: u32,
+    items: &[&PrefillItem],
+    first_partial: u32,
+) {
+    let heads = config.heads_per_kv_head.max(1);
+    let Chunk { rows, context } = chunk(plan, sequence);
+    let mut query = 0;
+    for tile in items.chunk_by(|a, b| a.first_query == b.first_query) {
+        let PrefillItem { first_query, end_query, .. } = *tile[0];
+        assert_eq!(first_query, query, "tiles follow one another");
+        assert!(end_query > query && end_query - query <= config.prefill_queries.max(1));
+        query = end_query;
+        let mut token = 0;
+        for (span, item) in (0..).zip(tile) {
+            assert_eq!((item.end_query, item.first_token), (end_query, token), "spans follow one another");
+            assert!(item.end_token > token && item.first_token.is_multiple_of(config.span_quantum.max(1)));
+            token = item.end_token;
+            match items[0].partial {
+                DIRECT => assert_eq!(item.partial, DIRECT),
+                _ => assert_eq!(item.partial, first_partial + first_query / heads * item.num_spans + span),
+            }
+        }
+        assert_eq!(token, context - rows + (end_query - 1) / heads + 1, "spans cover what the last row sees");
+        assert!(items[0].partial != DIRECT || tile.len() == 1, "only one span writes a final result");
+    }
+    assert_eq!(query, rows * heads, "tiles cover all queries");
+}
+
+/// One merge per row, of the spans of which it sees a key; returns the partial results of all rows.
+fn check_chunk_merges(
+    plan: &StepPlan,
+    sequence: u32,
+    items: &[&PrefillItem],
+    merge: &mut std::slice::Iter<'_, MergeItem>,
+) -> u32 {
+    let Chunk { rows, context } = chunk(plan, sequence);
+    let first = items[0];
+    // Tiles that see less than a whole span have a shorter one.
+    let span_tokens = items.iter().map(|item| item.end_token - item.first_token).max().expect("an item");
+    let first_row = plan.query_starts[sequence as usize];
+    for row in 0..rows {
+        let item = merge.next().expect("a row in spans is merged");
+        let visible = context - rows + row + 1;
+        let expected =
+            (first_row + row, first.partial + row * first.num_spans, visible.div_ceil(span_tokens));
+        assert_eq!((item.row, item.first_partial, item.num_partials), expected);
+    }
+    assert_eq!(first.num_spans, context.div_ceil(span_tokens), "partial results are nobody else's");
+    rows * first.num_spans
 }
 
 fn check_dispatches(dispatches: &[Range<u32>], work: &[u64], budget: u64) {
@@ -192,6 +249,47 @@ fn chunks_are_cut_into_tiles_that_may_end_within_a_row() {
 }
 
 #[test]
+fn few_rows_over_a_long_context_are_cut_into_spans_that_fill_the_device() {
+    // Five rows of three heads are one tile of 32 queries, and 86 items of 3 workgroups are wanted.
+    let drafts = split(&[(5, 100_000)], &config());
+    assert_eq!((drafts.prefill_items.len(), drafts.merge_items.len()), (83, 5));
+    assert_eq!(drafts.num_partials, 5 * 83);
+    // Beside a decode row, both fill the device: they are dispatches of their own.
+    let mixed = split(&[(1, 100_000), (5, 100_000)], &config());
+    assert_eq!((mixed.decode_items.len(), mixed.prefill_items.len()), (83, 83));
+    // A chunk that has tiles enough has no partial results.
+    assert_eq!(split(&[(1024, 100_000)], &config()).num_partials, 0);
+    // Where scratch is short, decode comes first, and spans of chunks become longer.
+    let short = SplitConfig { max_partials: 83 + 100, ..config() };
+    let mixed = split(&[(1, 100_000), (5, 100_000)], &short);
+    assert_eq!((mixed.decode_items.len(), mixed.num_partials), (83, 83 + 5 * 11));
+}
+
+#[test]
+fn a_prefill_of_64k_tokens_becomes_many_dispatches_cut_exactly() {
+    // 32 query and 8 kv heads: what a chunk of all of it, and what chunks of 512 rows come to.
+    let config = SplitConfig {
+        workgroups_per_item: 8,
+        workgroups_per_tile: 8,
+        heads_per_kv_head: 4,
+        prefill_queries: 8,
+        span_quantum: 128,
+        target_workgroups: 1024,
+        max_partials: 1024,
+        dispatch_work_budget: 1 << 20,
+        ..config()
+    };
+    let work = |rows: u64, context: u64| rows * context - rows * (rows - 1) / 2;
+    for (rows, context) in [(65_536, 65_536), (512, 65_536), (512, 32_768), (512, 512)] {
+        let split = split(&[(rows, context)], &config);
+        let needed = work(u64::from(rows), u64::from(context)).div_ceil(1 << 20);
+        let dispatches = split.prefill_dispatches.len() as u64;
+        // Two rows over 64k are an eighth of the budget, so that much of each dispatch may stay unused.
+        assert!((needed..=needed * 8 / 7 + 1).contains(&dispatches), "{dispatches} instead of {needed}");
+    }
+}
+
+#[test]
 fn more_items_than_one_axis_of_a_dispatch_are_one_dispatch() {
     let config = SplitConfig { prefill_queries: 1, heads_per_kv_head: 1, ..config() };
     let split = split(&[(65_537, 65_537)], &config);
@@ -207,6 +305,7 @@ fn nothing_overflows_or_hangs_at_the_edges() {
     }
     let zeros = SplitConfig {
         workgroups_per_item: 0,
+        workgroups_per_tile: 0,
         heads_per_kv_head: 0,
         prefill_queries: 0,
         span_quantum: 0,
@@ -225,7 +324,8 @@ proptest! {
     #[test]
     fn every_split_covers_every_key_and_query_once(
         sequences in prop::collection::vec((1..20u32, 0..3000u32), 0..40),
-        (workgroups_per_item, heads_per_kv_head, prefill_queries) in (1..9u32, 1..9u32, 1..70u32),
+        (workgroups_per_item, workgroups_per_tile) in (1..9u32, 1..9u32),
+        (heads_per_kv_head, prefill_queries) in (1..9u32, 1..70u32),
         quantum in 0..9u32,
         (target_workgroups, max_partials) in (0..600u32, 0..300u32),
         fixed_span_tokens in prop::option::of(1..1000u32),
@@ -234,6 +334,7 @@ proptest! {
         let sequences: Vec<_> = sequences.into_iter().map(|(rows, past)| (rows, rows + past)).collect();
         let config = SplitConfig {
             workgroups_per_item,
+            workgroups_per_tile,
             heads_per_kv_head,
             prefill_queries,
             span_quantum: 1 << quantum,
