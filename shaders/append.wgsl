@@ -9,9 +9,9 @@
 @group(1) @binding(0) var<storage, read_write> arena: array<vec4<u32>>;
 @group(2) @binding(0) var<uniform> tensors: TensorParams;
 // Keys, `[rows][kv heads][K_HEAD_DIM]`, rows `key_stride` apart.
-@group(2) @binding(1) var<storage, read> key: array<vec4<f32>>;
+@group(2) @binding(1) var<storage, read> key: array<Unit>;
 // Values, `[rows][kv heads][V_HEAD_DIM]`, rows `value_stride` apart.
-@group(2) @binding(2) var<storage, read> value: array<vec4<f32>>;
+@group(2) @binding(2) var<storage, read> value: array<Unit>;
 
 @compute @workgroup_size(WORKGROUP)
 fn append(

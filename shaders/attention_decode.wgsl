@@ -51,6 +51,6 @@ fn attention_decode(@builtin(workgroup_id) workgroup: vec3<u32>, invocation: Inv
 
     let start = row * tensors.query_stride + (kv_head * layer.heads_per_kv_head + first_head) * (K_HEAD_DIM / 4u);
     var queries: Queries;
-    queries.start_Q = (start + min(QUERY_Q, num_queries - 1u) * (K_HEAD_DIM / 4u)) & QUERY_UNITS;
+    queries.start_Q = (start + min(QUERY_Q, num_queries - 1u) * (K_HEAD_DIM / 4u)) & UNIT_MASK;
     attend(invocation, span, queries);
 }

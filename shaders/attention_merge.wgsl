@@ -10,7 +10,7 @@
 @group(1) @binding(0) var<storage, read> partials: array<vec4<f32>>;
 @group(2) @binding(0) var<uniform> tensors: TensorParams;
 // Results, `[rows][query heads][V_HEAD_DIM]`, rows `output_stride` apart. Binding 1 is the queries.
-@group(2) @binding(2) var<storage, read_write> output: array<vec4<f32>>;
+@group(2) @binding(2) var<storage, read_write> output: array<Unit>;
 
 const HEAD_VECS = V_HEAD_DIM / 4u;
 const PARTIAL_VECS = HEAD_VECS + 1u;
@@ -48,5 +48,5 @@ fn attention_merge(
         total = fma(partials[first + i * stride + column], vec4<f32>(factor), total);
     }
     let place = row * tensors.output_stride + head * HEAD_VECS + column;
-    output[place] = select(total / sum, vec4<f32>(0.0), sum == 0.0);
+    output[place] = unit_of(select(total / sum, vec4<f32>(0.0), sum == 0.0));
 }

@@ -60,6 +60,6 @@ fn attention_prefill(@builtin(workgroup_id) workgroup: vec3<u32>, invocation: In
     let query_Q = min(first_query + QUERY_Q, end_query - 1u);
     let row_Q = first_row + query_Q / heads;
     let head_Q = kv_head * heads + query_Q % heads;
-    queries.start_Q = (row_Q * tensors.query_stride + head_Q * (K_HEAD_DIM / 4u)) & QUERY_UNITS;
+    queries.start_Q = (row_Q * tensors.query_stride + head_Q * (K_HEAD_DIM / 4u)) & UNIT_MASK;
     attend(invocation, span, queries);
 }

@@ -41,8 +41,8 @@ pub use error::{BindError, DeviceError, PrepareError, RecordError};
 pub use gpu::shaders;
 #[cfg(feature = "wgpu")]
 pub use gpu::{
-    AttentionOptions, AttentionStats, BoundTensors, LayerTensors, PagedAttention, PreparedStep,
-    ShaderVariant, TensorSlice, recommended_features, recommended_limits,
+    ActivationType, AttentionOptions, AttentionStats, BoundTensors, LayerTensors, PagedAttention,
+    PreparedStep, ShaderVariant, TensorSlice, recommended_features, recommended_limits,
 };
 /// The wgpu that this version of the library is built on.
 #[cfg(feature = "wgpu")]

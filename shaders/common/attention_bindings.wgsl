@@ -6,12 +6,9 @@
 @group(1) @binding(1) var<storage, read_write> partials: array<vec4<f32>>;
 @group(2) @binding(0) var<uniform> tensors: TensorParams;
 // Queries, `[rows][query heads][K_HEAD_DIM]`, rows `query_stride` apart.
-@group(2) @binding(1) var<storage, read> query: array<vec4<f32>>;
+@group(2) @binding(1) var<storage, read> query: array<Unit>;
 // Results, `[rows][query heads][V_HEAD_DIM]`, rows `output_stride` apart.
-@group(2) @binding(2) var<storage, read_write> output: array<vec4<f32>>;
+@group(2) @binding(2) var<storage, read_write> output: array<Unit>;
 
 const HEAD_VECS = V_HEAD_DIM / 4u;
 const PARTIAL_VECS = HEAD_VECS + 1u;
-// Masks indices into `query`. The host binds less than 2 GiB (`MAX_TENSOR_BYTES`), so no index loses a bit; and a compiler
-// that sees that an index times 16 plus a constant cannot wrap leaves the addition to the load instruction.
-const QUERY_UNITS = 0x07ffffffu;

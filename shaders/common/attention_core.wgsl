@@ -163,7 +163,7 @@ fn finish_query(lane: u32, span: Span, query: u32, values: Values, maximum: f32,
         if (span.partial == DIRECT) {
             // A query that saw no key has no sum, and its result is 0.
             let place = row * tensors.output_stride + head * HEAD_VECS;
-            output[place + lane] = select(total / sum, vec4<f32>(0.0), sum == 0.0);
+            output[place + lane] = unit_of(select(total / sum, vec4<f32>(0.0), sum == 0.0));
         } else {
             partials[(partial_of(span, query) * layer.num_query_heads + head) * PARTIAL_VECS + lane] = total;
         }

@@ -16,11 +16,11 @@ fn half_bits(x: f32) -> u32 {
     return sign | half;
 }
 
+// Two f16 in a word, the first in its low half.
+fn half_pair(x: vec2<f32>) -> u32 {
+    return half_bits(x.x) | (half_bits(x.y) << 16u);
+}
+
 fn pack_halves(a: vec4<f32>, b: vec4<f32>) -> vec4<u32> {
-    return vec4<u32>(
-        half_bits(a.x) | (half_bits(a.y) << 16u),
-        half_bits(a.z) | (half_bits(a.w) << 16u),
-        half_bits(b.x) | (half_bits(b.y) << 16u),
-        half_bits(b.z) | (half_bits(b.w) << 16u),
-    );
+    return vec4<u32>(half_pair(a.xy), half_pair(a.zw), half_pair(b.xy), half_pair(b.zw));
 }

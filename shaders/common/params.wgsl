@@ -45,7 +45,7 @@ struct LayerParams {
 @group(0) @binding(2) var<storage, read> block_tables: array<u32>;
 @group(0) @binding(3) var<uniform> layer: LayerParams;
 
-// Rows of the app's tensors, in units of 16 bytes.
+// Rows of the app's tensors, in units of four elements.
 struct TensorParams {
     query_stride: u32,
     key_stride: u32,

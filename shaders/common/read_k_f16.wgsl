@@ -21,7 +21,7 @@ struct QueryChunk {
 }
 
 fn load_query_chunk(start: u32) -> QueryChunk {
-    return QueryChunk(query[start], query[start + 1u]);
+    return QueryChunk(elements_of(query[start]), elements_of(query[start + 1u]));
 }
 
 // `sum` plus the dot product of a chunk with the query's.

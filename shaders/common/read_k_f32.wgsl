@@ -15,7 +15,7 @@ struct QueryChunk {
 }
 
 fn load_query_chunk(start: u32) -> QueryChunk {
-    return QueryChunk(query[start]);
+    return QueryChunk(elements_of(query[start]));
 }
 
 // `sum` plus the dot product of a chunk with the query's.

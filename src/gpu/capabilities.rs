@@ -37,7 +37,7 @@ pub fn recommended_features(adapter: &wgpu::Adapter) -> Features {
 }
 
 /// No tensor is larger than this, whatever the device allows: the attention kernels address queries by 27 bits of 16-byte
-/// units (`QUERY_UNITS`). Vulkan and DX12 bind no more either, but Metal does.
+/// units, or 28 bits of 8-byte ones (`UNIT_MASK`). Vulkan and DX12 bind no more either, but Metal does.
 const MAX_TENSOR_BYTES: u64 = MAX_ARENA_BYTES;
 
 /// What the library needs to know about a device.
@@ -143,10 +143,16 @@ mod tests {
 
     #[test]
     fn every_unit_of_the_largest_tensor_passes_the_mask_of_the_shaders() {
-        let text = include_str!("../../shaders/common/attention_bindings.wgsl");
-        let mask = text.split_once("QUERY_UNITS = 0x").and_then(|(_, rest)| rest.split_once("u;"));
-        let mask = u64::from_str_radix(mask.expect("the mask").0, 16).expect("a number");
-        assert_eq!(mask.count_ones(), mask.trailing_ones());
-        assert!(MAX_TENSOR_BYTES.div_ceil(16) <= mask + 1);
+        let texts = [
+            (16, include_str!("../../shaders/common/activations_f32.wgsl")),
+            (8, include_str!("../../shaders/common/activations_f16.wgsl")),
+        ];
+        for (unit_bytes, text) in texts {
+            let mask = text.split_once("UNIT_MASK = 0x").and_then(|(_, rest)| rest.split_once("u;"));
+            let mask = u64::from_str_radix(mask.expect("the mask").0, 16).expect("a number");
+            assert_eq!(mask.count_ones(), mask.trailing_ones());
+            assert!(MAX_TENSOR_BYTES.div_ceil(unit_bytes) <= mask + 1);
+            assert!(mask < u64::from(u32::MAX) / unit_bytes, "an address may wrap");
+        }
     }
 }

@@ -33,7 +33,7 @@ mod tensors;
 mod transfers;
 
 pub use capabilities::{recommended_features, recommended_limits};
-pub use options::AttentionOptions;
+pub use options::{ActivationType, AttentionOptions};
 pub use pipelines::ShaderVariant;
 pub use record::PreparedStep;
 pub use stats::AttentionStats;
@@ -98,6 +98,7 @@ pub struct PagedAttention {
     shape: ModelShape,
     cache: CacheConfig,
     capabilities: Capabilities,
+    activations: ActivationType,
     compilation: Compilation,
     arenas: ArenaLayout,
     memory: DeviceMemory,
@@ -187,6 +188,7 @@ impl PagedAttention {
             queue: queue.clone(),
             shape,
             cache,
+            activations: options.activations,
             compilation,
             arenas,
             memory,
@@ -233,6 +235,7 @@ impl PagedAttention {
             attention: self.instance,
             block: *self.cache.layout(),
             num_query_heads: self.shape.num_query_heads,
+            activations: self.activations,
             storage_alignment: self.capabilities.storage_alignment,
             max_tensor_bytes: self.capabilities.max_tensor_bytes,
         };

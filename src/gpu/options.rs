@@ -1,5 +1,40 @@
 //! What may be chosen when the attention object is made.
 
+use std::fmt;
+
+/// Element type of the application's tensors: queries, keys, values and results.
+///
+/// All sums are in f32 whatever it is. f16 needs no `SHADER_F16`; what is written in it is rounded to nearest even, and
+/// magnitudes beyond 65504 become 65504.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ActivationType {
+    /// 32-bit floating point.
+    #[default]
+    F32,
+    /// 16-bit floating point.
+    F16,
+}
+
+impl ActivationType {
+    /// Bytes of an element.
+    pub fn bytes(self) -> u32 {
+        match self {
+            Self::F32 => 4,
+            Self::F16 => 2,
+        }
+    }
+}
+
+impl fmt::Display for ActivationType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+        })
+    }
+}
+
 /// Options of [`PagedAttention::with_options`](crate::PagedAttention::with_options). The defaults suit every device.
 ///
 /// ```
@@ -10,6 +45,7 @@
 #[derive(Clone, Debug, Default)]
 pub struct AttentionOptions {
     pub(super) scale: Option<f32>,
+    pub(super) activations: ActivationType,
     pub(super) fixed_span_tokens: Option<u32>,
     pub(super) checked_shaders: bool,
     pub(super) disallow_subgroups: bool,
@@ -25,6 +61,12 @@ impl AttentionOptions {
     /// Scale of the logits, `1 / sqrt(head_dim)` by default.
     pub fn scale(mut self, scale: f32) -> Self {
         self.scale = Some(scale);
+        self
+    }
+
+    /// Element type of the tensors that are bound, f32 by default. It is independent of the type that the cache stores.
+    pub fn activations(mut self, activations: ActivationType) -> Self {
+        self.activations = activations;
         self
     }
 

@@ -66,7 +66,7 @@ pub struct LayerParams {
     pub padding: [u32; 3],
 }
 
-/// Distances between rows of the application's tensors, in units of 16 bytes.
+/// Distances between rows of the application's tensors, in units of four elements.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 pub struct TensorParams {

@@ -148,6 +148,7 @@ pub(super) fn variant(
         kernel,
         (layout.k_type, layout.v_type),
         (layout.k_head_dim, layout.v_head_dim),
+        options.activations,
         tiles.queries,
         subgroups,
     )

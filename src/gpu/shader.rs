@@ -9,6 +9,7 @@
 //! The set of keys is finite: [`all_variants`] names them all, [`sample_variants`] a part that has every pair of choices.
 
 use crate::config::{KvType, MAX_HEAD_DIM};
+use crate::gpu::options::ActivationType;
 use std::collections::HashSet;
 use std::fmt::{self, Write as _};
 
@@ -68,16 +69,19 @@ pub struct VariantKey {
     v_type: KvType,
     k_head_dim: u32,
     v_head_dim: u32,
+    activations: ActivationType,
     queries: u32,
     subgroups: bool,
 }
 
 impl VariantKey {
-    /// The variant of `kernel` for a cache of these types and head sizes, for `queries` queries per workgroup.
+    /// The variant of `kernel` for a cache of these types and head sizes, tensors of `activations`, and `queries` queries
+    /// per workgroup.
     pub fn new(
         kernel: Kernel,
         (k_type, v_type): (KvType, KvType),
         (k_head_dim, v_head_dim): (u32, u32),
+        activations: ActivationType,
         queries: u32,
         subgroups: bool,
     ) -> Self {
@@ -89,6 +93,10 @@ impl VariantKey {
             v_type: if reads_kv { v_type } else { KvType::F32 },
             k_head_dim: if reads_kv { k_head_dim } else { 8 },
             v_head_dim: if reads_kv || kernel == Kernel::AttentionMerge { v_head_dim } else { 8 },
+            activations: match kernel {
+                Kernel::BlockCopy => ActivationType::F32,
+                _ => activations,
+            },
             queries: match kernel {
                 Kernel::AttentionDecode => queries,
                 Kernel::AttentionPrefill => PREFILL_QUERIES,
@@ -162,12 +170,18 @@ impl VariantKey {
             };
         }
         let mut fragments = vec![fragment!("common/params.wgsl")];
+        if self.kernel != Kernel::BlockCopy {
+            fragments.push(match self.activations {
+                ActivationType::F32 => fragment!("common/activations_f32.wgsl"),
+                ActivationType::F16 => fragment!("common/activations_f16.wgsl"),
+            });
+        }
+        if self.packs_halves() {
+            fragments.push(fragment!("common/half.wgsl"));
+        }
         match self.kernel {
             Kernel::Append => {
                 fragments.push(fragment!("common/layout.wgsl"));
-                if self.k_type == KvType::F16 || self.v_type == KvType::F16 {
-                    fragments.push(fragment!("common/half.wgsl"));
-                }
                 fragments.push(match self.k_type {
                     KvType::F32 => fragment!("common/pack_k_f32.wgsl"),
                     KvType::F16 => fragment!("common/pack_k_f16.wgsl"),
@@ -205,6 +219,11 @@ impl VariantKey {
         }
         fragments
     }
+
+    fn packs_halves(&self) -> bool {
+        let stores_halves = self.k_type == KvType::F16 || self.v_type == KvType::F16;
+        self.activations == ActivationType::F16 || (self.kernel == Kernel::Append && stores_halves)
+    }
 }
 
 impl fmt::Display for VariantKey {
@@ -213,7 +232,10 @@ impl fmt::Display for VariantKey {
         f.write_str(self.kernel.name())?;
         match self.kernel {
             Kernel::BlockCopy => return Ok(()),
-            Kernel::AttentionMerge => return write!(f, ".d{}", self.v_head_dim),
+            Kernel::AttentionMerge => {
+                write!(f, ".d{}", self.v_head_dim)?;
+                return self.fmt_activations(f);
+            }
             _ => {}
         }
         if self.k_type == self.v_type {
@@ -232,7 +254,17 @@ impl fmt::Display for VariantKey {
         if self.kernel.is_attention() {
             f.write_str(if self.subgroups { ".subgroup" } else { ".workgroup" })?;
         }
-        Ok(())
+        self.fmt_activations(f)
+    }
+}
+
+impl VariantKey {
+    /// Other activations than f32, at the end of the name.
+    fn fmt_activations(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.activations {
+            ActivationType::F32 => Ok(()),
+            activations => write!(f, ".act_{activations}"),
+        }
     }
 }
 
@@ -272,11 +304,15 @@ pub fn all_variants() -> Vec<VariantKey> {
         for &dims in &dims {
             for k_type in types {
                 for v_type in types {
-                    for queries in 1..=MAX_QUERIES {
-                        for subgroups in [false, true] {
-                            let key = VariantKey::new(kernel, (k_type, v_type), dims, queries, subgroups);
-                            if seen.insert(key) {
-                                variants.push(key);
+                    for activations in [ActivationType::F32, ActivationType::F16] {
+                        for queries in 1..=MAX_QUERIES {
+                            for subgroups in [false, true] {
+                                let types = (k_type, v_type);
+                                let key =
+                                    VariantKey::new(kernel, types, dims, activations, queries, subgroups);
+                                if seen.insert(key) {
+                                    variants.push(key);
+                                }
                             }
                         }
                     }
@@ -296,6 +332,7 @@ pub fn sample_variants() -> Vec<VariantKey> {
             key.k_type.bits(),
             key.v_type.bits(),
             key.k_head_dim * 1000 + key.v_head_dim,
+            key.activations.bytes(),
             key.queries,
             u32::from(key.subgroups),
         ]

@@ -5,15 +5,16 @@
 use crate::config::BlockLayout;
 use crate::error::BindError;
 use crate::gpu::memory::create_uniform;
+use crate::gpu::options::ActivationType;
 use crate::gpu::params::TensorParams;
 use crate::gpu::pipelines::Layouts;
 use crate::gpu::scope::{Refusal, guarded};
 use std::num::NonZeroU64;
 use wgpu::{BindGroupDescriptor, BindGroupEntry, BindingResource, BufferBinding, BufferUsages};
 
-/// Rows of f32 within a buffer of the application.
+/// Rows of [activations](crate::ActivationType) within a buffer of the application.
 ///
-/// Row `i` starts `offset + 4 * row_stride * i` bytes into the buffer. With a row stride larger than a row, several
+/// Row `i` starts `offset + row_stride * i * element bytes` bytes into the buffer. With a row stride larger than a row, several
 /// tensors may lie side by side in one buffer, as a fused projection writes them.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorSlice<'a> {
@@ -27,7 +28,7 @@ pub struct TensorSlice<'a> {
     pub rows: u32,
 }
 
-/// The four tensors of a layer, f32.
+/// The four tensors of a layer, all of the [element type](crate::AttentionOptions::activations) that was chosen.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerTensors<'a> {
     /// Queries, `[rows, num_query_heads, head_dim]`, positions encoded.
@@ -64,6 +65,7 @@ pub(super) struct Binder<'a> {
     pub(super) attention: u64,
     pub(super) block: BlockLayout,
     pub(super) num_query_heads: u32,
+    pub(super) activations: ActivationType,
     pub(super) storage_alignment: u32,
     pub(super) max_tensor_bytes: u64,
 }
@@ -153,7 +155,8 @@ impl Binder<'_> {
         if !row_stride.is_multiple_of(4) {
             return Err(BindError::RowStrideAlignment { tensor, row_stride });
         }
-        let bytes = (u64::from(slice.rows - 1) * u64::from(row_stride) + u64::from(row_elements)) * 4;
+        let elements = u64::from(slice.rows - 1) * u64::from(row_stride) + u64::from(row_elements);
+        let bytes = elements * u64::from(self.activations.bytes());
         let needed_bytes = slice.offset.saturating_add(bytes);
         if needed_bytes > slice.buffer.size() {
             return Err(BindError::TensorTooSmall {

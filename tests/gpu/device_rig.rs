@@ -2,7 +2,10 @@
 
 use std::io::Write as _;
 
-use paged_kv::{AttentionOptions, BoundTensors, LayerTensors, PagedAttention, StepPlan, TensorSlice};
+use paged_kv::reference::{f16_bits_to_f32, f32_to_f16_bits};
+use paged_kv::{
+    ActivationType, AttentionOptions, BoundTensors, LayerTensors, PagedAttention, StepPlan, TensorSlice,
+};
 use wgpu::BufferUsages;
 
 use crate::device::{TestAdapter, TestDevice, on_each_adapter};
@@ -43,18 +46,31 @@ const ROW_GAP: usize = 4;
 const OFFSET: usize = 256;
 
 /// A cache on a device beside its twin.
+///
+/// Where the device's tensors are f16, the caller's must be numbers that f16 has.
 pub(crate) struct DeviceRig<'a> {
     pub(crate) gpu: &'a TestDevice,
     pub(crate) host: Rig,
     pub(crate) attention: PagedAttention,
+    activations: ActivationType,
 }
 
 impl<'a> DeviceRig<'a> {
     pub(crate) fn new(gpu: &'a TestDevice, host: Rig, options: AttentionOptions) -> Self {
+        Self::with_activations(gpu, host, options, ActivationType::F32)
+    }
+
+    pub(crate) fn with_activations(
+        gpu: &'a TestDevice,
+        host: Rig,
+        options: AttentionOptions,
+        activations: ActivationType,
+    ) -> Self {
+        let options = options.activations(activations);
         let config = *host.kv.config();
         let attention = PagedAttention::with_options(&gpu.device, &gpu.queue, host.shape, config, options)
             .expect("a cache that fits the device");
-        Self { gpu, host, attention }
+        Self { gpu, host, attention, activations }
     }
 
     /// Makes the device's blocks those of the twin, where there is one arena.
@@ -103,8 +119,9 @@ impl<'a> DeviceRig<'a> {
         self.gpu.queue.submit([encoder.finish()]);
         let output_len = self.host.shape.num_query_heads as usize * self.host.v_len;
         let rows_of = |buffer: &wgpu::Buffer| -> Vec<f32> {
-            let padded: Vec<f32> = read(self.gpu, buffer);
-            let rows = padded[OFFSET / 4..].chunks(output_len + ROW_GAP);
+            let padded = self.elements(buffer);
+            let offset = OFFSET / self.activations.bytes() as usize;
+            let rows = padded[offset..].chunks(output_len + ROW_GAP);
             rows.flat_map(|row| {
                 assert!(row[output_len..].iter().all(|x| x.is_nan()), "written beyond a row");
                 row[..output_len].to_vec()
@@ -141,18 +158,43 @@ impl<'a> DeviceRig<'a> {
 
     /// A buffer with rows at a distance, NaN between them.
     fn tensor(&self, rows: &[f32], row_len: usize) -> wgpu::Buffer {
-        let mut content = vec![f32::NAN; OFFSET / 4];
+        let mut content = vec![f32::NAN; OFFSET / self.activations.bytes() as usize];
         for row in rows.chunks(row_len) {
             content.extend_from_slice(row);
             content.extend([f32::NAN; ROW_GAP]);
         }
+        let content = match self.activations {
+            ActivationType::F16 => bytemuck::cast_slice(&halves(&content)).to_vec(),
+            _ => bytemuck::cast_slice(&content).to_vec(),
+        };
         let buffer = self.gpu.device.create_buffer(&wgpu::BufferDescriptor {
             label: None,
-            size: 4 * content.len() as u64,
+            size: content.len() as u64,
             usage: BufferUsages::STORAGE | BufferUsages::COPY_SRC | BufferUsages::COPY_DST,
             mapped_at_creation: false,
         });
-        self.gpu.queue.write_buffer(&buffer, 0, bytemuck::cast_slice(&content));
+        self.gpu.queue.write_buffer(&buffer, 0, &content);
         buffer
     }
+
+    /// The elements of a tensor's buffer.
+    fn elements(&self, buffer: &wgpu::Buffer) -> Vec<f32> {
+        match self.activations {
+            ActivationType::F16 => {
+                let bits: Vec<u16> = read(self.gpu, buffer);
+                bits.into_iter().map(f16_bits_to_f32).collect()
+            }
+            _ => read(self.gpu, buffer),
+        }
+    }
+}
+
+/// Numbers as f16, each of which f16 must have.
+fn halves(elements: &[f32]) -> Vec<u16> {
+    let half = |&x: &f32| {
+        let bits = f32_to_f16_bits(x);
+        assert!(x.is_nan() || f16_bits_to_f32(bits) == x, "{x} is no f16");
+        bits
+    };
+    elements.iter().map(half).collect()
 }

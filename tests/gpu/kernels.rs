@@ -10,16 +10,19 @@
 //!
 //! Outputs are within 1e-5 of the f64 attention over the stored keys and values, relative to the head's largest element:
 //! f32 rounds each of a few hundred terms to 6e-8, and `exp2` is allowed a few units in the last place. The poison must
-//! not change a bit of them. The arena's words equal the twin's, bit for bit.
+//! not change a bit of them. The arena's words equal the twin's, bit for bit. f16 activations are inputs that f16 has, and
+//! outputs rounded to it, which is 2^-11 more.
 
+use paged_kv::reference::{f16_bits_to_f32, f32_to_f16_bits};
 use paged_kv::shaders::TILE;
-use paged_kv::{AttentionOptions, KvFormat, KvType, TableId};
+use paged_kv::{ActivationType, AttentionOptions, KvFormat, KvType, TableId};
 
 use crate::device::{TestAdapter, on_each_adapter};
 use crate::device_rig::{DeviceRig, on_each_adapter_but_gl, open};
-use crate::rig::{Poison, Rig};
+use crate::rig::{Poison, Rig, Tensors};
 
 const TOLERANCE: f64 = 1e-5;
+const HALF_ROUNDING: f64 = 1.0 / 2048.0;
 
 /// How rows are split.
 #[derive(Clone, Copy, Debug)]
@@ -41,6 +44,7 @@ struct Cell {
     subgroups: bool,
     checked: bool,
     spans: Spans,
+    activations: ActivationType,
 }
 
 impl Cell {
@@ -65,7 +69,7 @@ impl Cell {
 
     fn run(&self, adapter: &TestAdapter) {
         let gpu = open(adapter);
-        let mut rig = DeviceRig::new(&gpu, self.rig(), self.options());
+        let mut rig = DeviceRig::with_activations(&gpu, self.rig(), self.options(), self.activations);
         rig.host.shuffle_free_blocks();
         let p = self.block_size;
         let lens = [0, 1, p - 1, p, p + 1, 2 * p, TILE.max(p) * 2 + 37];
@@ -92,6 +96,23 @@ impl Cell {
         assert_eq!(dispatches, expected, "append, decode, prefill, and a merge if there are spans");
     }
 
+    /// The numbers as the application's kernels write them.
+    fn activated(&self, mut tensors: Tensors) -> Tensors {
+        if self.activations == ActivationType::F16 {
+            for tensor in [&mut tensors.query, &mut tensors.key, &mut tensors.value] {
+                tensor.iter_mut().for_each(|x| *x = f16_bits_to_f32(f32_to_f16_bits(*x)));
+            }
+        }
+        tensors
+    }
+
+    fn tolerance(&self) -> f64 {
+        match self.activations {
+            ActivationType::F16 => TOLERANCE + HALF_ROUNDING,
+            _ => TOLERANCE,
+        }
+    }
+
     /// One step, planned and run once per poison, and committed.
     fn step(&self, rig: &mut DeviceRig<'_>, pushes: &[(TableId, u32)], poisons: &[Poison]) {
         let tables: Vec<TableId> = pushes.iter().map(|(table, _)| *table).collect();
@@ -100,13 +121,13 @@ impl Cell {
         for &poison in poisons {
             // Rolls the plan before it back: the same rows in the same slots.
             let plan = rig.host.plan(pushes);
-            let tensors = tensors.get_or_insert_with(|| rig.host.tensors(&plan));
+            let tensors = tensors.get_or_insert_with(|| self.activated(rig.host.tensors(&plan)));
             rig.host.poison_unused(&tables, poison);
             rig.upload_blocks();
             rig.host.write(&plan, tensors);
             let output = rig.run(&plan, std::slice::from_ref(tensors)).swap_remove(0);
             rig.assert_same_blocks();
-            rig.host.assert_dense(&plan, tensors, &output, TOLERANCE);
+            rig.host.assert_dense(&plan, tensors, &output, self.tolerance());
             outputs.push(output.iter().map(|x| x.to_bits()).collect());
             if outputs.len() == poisons.len() {
                 rig.host.commit(plan);
@@ -124,7 +145,7 @@ const F16: (KvType, KvType) = (KvType::F16, KvType::F16);
 
 macro_rules! cells {
     ($($name:ident: $on:ident, $block_size:literal, $heads:expr, $dims:expr, $types:expr,
-       $subgroups:literal, $checked:literal, $spans:ident;)*) => {$(
+       $subgroups:literal, $checked:literal, $spans:ident, $activations:ident;)*) => {$(
         #[test]
         fn $name() {
             let cell = Cell {
@@ -135,28 +156,29 @@ macro_rules! cells {
                 subgroups: $subgroups,
                 checked: $checked,
                 spans: Spans::$spans,
+                activations: ActivationType::$activations,
             };
             $on(|adapter| cell.run(adapter));
         }
     )*};
 }
 
-// Name: adapters, P, (query heads, kv heads), (key size, value size), types, subgroups, checked, spans.
+// Name: adapters, P, (query heads, kv heads), (key size, value size), types, subgroups, checked, spans, activations.
 cells! {
-    blocks_of_1_token_in_f32: on_each_adapter, 1, (2, 2), (8, 8), F32, false, false, Many;
-    blocks_of_4_tokens_and_3_heads_per_kv_head: on_each_adapter, 4, (3, 1), (40, 40), F16, true, true, Fixed;
-    blocks_of_16_tokens_and_5_heads_per_kv_head: on_each_adapter_but_gl, 16, (10, 2), (64, 64), F16, false, true, One;
+    blocks_of_1_token_in_f32: on_each_adapter, 1, (2, 2), (8, 8), F32, false, false, Many, F32;
+    blocks_of_4_tokens_and_3_heads_per_kv_head: on_each_adapter, 4, (3, 1), (40, 40), F16, true, true, Fixed, F16;
+    blocks_of_16_tokens_and_5_heads_per_kv_head: on_each_adapter_but_gl, 16, (10, 2), (64, 64), F16, false, true, One, F32;
     blocks_of_64_tokens_and_keys_smaller_than_values:
-        on_each_adapter_but_gl, 64, (7, 1), (72, 72), (KvType::F16, KvType::F32), true, false, Many;
-    blocks_of_256_tokens: on_each_adapter_but_gl, 256, (1, 1), (80, 80), F16, false, false, Fixed;
+        on_each_adapter_but_gl, 64, (7, 1), (72, 72), (KvType::F16, KvType::F32), true, false, Many, F16;
+    blocks_of_256_tokens: on_each_adapter_but_gl, 256, (1, 1), (80, 80), F16, false, false, Fixed, F32;
     sixteen_heads_per_kv_head_in_two_tiles:
-        on_each_adapter_but_gl, 16, (16, 1), (96, 96), (KvType::F32, KvType::F16), true, true, Many;
+        on_each_adapter_but_gl, 16, (16, 1), (96, 96), (KvType::F32, KvType::F16), true, true, Many, F32;
     seventy_one_heads_per_kv_head_in_nine_tiles:
-        on_each_adapter_but_gl, 2, (71, 1), (112, 112), F16, false, false, One;
-    eight_heads_per_kv_head: on_each_adapter_but_gl, 16, (8, 1), (128, 128), F32, true, false, Fixed;
-    heads_of_136_elements: on_each_adapter_but_gl, 64, (2, 2), (136, 136), F16, true, true, Many;
-    heads_of_256_elements: on_each_adapter_but_gl, 16, (2, 2), (256, 256), F16, false, false, Many;
-    values_larger_than_keys: on_each_adapter_but_gl, 16, (3, 1), (64, 128), F16, true, false, Fixed;
+        on_each_adapter_but_gl, 2, (71, 1), (112, 112), F16, false, false, One, F16;
+    eight_heads_per_kv_head: on_each_adapter_but_gl, 16, (8, 1), (128, 128), F32, true, false, Fixed, F16;
+    heads_of_136_elements: on_each_adapter_but_gl, 64, (2, 2), (136, 136), F16, true, true, Many, F32;
+    heads_of_256_elements: on_each_adapter_but_gl, 16, (2, 2), (256, 256), F16, false, false, Many, F16;
+    values_larger_than_keys: on_each_adapter_but_gl, 16, (3, 1), (64, 128), F16, true, false, Fixed, F32;
     keys_larger_than_values:
-        on_each_adapter_but_gl, 1, (2, 1), (192, 128), (KvType::F32, KvType::F16), false, true, Many;
+        on_each_adapter_but_gl, 1, (2, 1), (192, 128), (KvType::F32, KvType::F16), false, true, Many, F16;
 }

@@ -3,9 +3,9 @@
 //! Most of it runs on wgpu's noop backend, which validates and records but computes nothing.
 
 use paged_kv::{
-    AttentionOptions, BindError, BoundTensors, CacheConfig, ConfigError, DeviceError, KvCache, KvType,
-    LayerTensors, ModelShape, PagedAttention, PrepareError, RecordError, StepBuilder, StepPlan, TableId,
-    TensorSlice,
+    ActivationType, AttentionOptions, BindError, BoundTensors, CacheConfig, ConfigError, DeviceError,
+    KvCache, KvType, LayerTensors, ModelShape, PagedAttention, PrepareError, RecordError, StepBuilder,
+    StepPlan, TableId, TensorSlice,
 };
 use pollster::FutureExt as _;
 use wgpu::{BufferUsages, Features, Limits};
@@ -440,6 +440,33 @@ fn tensors_that_do_not_fit_are_refused_with_the_numbers() {
     );
     let aliased = attention.bind_tensors(&LayerTensors { output: tensors.query, ..tensors });
     assert_eq!(aliased.err(), Some(BindError::OutputAliases { tensor: tensor_name }));
+}
+
+#[test]
+fn tensors_of_f16_need_half_the_bytes() {
+    let gpu = noop_device(Limits::default(), Features::empty(), 8..=8);
+    let config = CacheConfig::for_blocks(8, &SHAPE, KvType::F16).expect("a valid configuration");
+    let options = AttentionOptions::default().activations(ActivationType::F16);
+    let mut attention = PagedAttention::with_options(&gpu.device, &gpu.queue, SHAPE, config, options)
+        .expect("a pool that fits");
+    let [tensor, output] = [(); 2].map(|()| buffer(&gpu, 64 * 96 * 2, BufferUsages::STORAGE));
+    let good = |buffer| TensorSlice { buffer, offset: 0, row_stride: 96, rows: 64 };
+    let tensors = LayerTensors {
+        query: good(&tensor),
+        key: good(&tensor),
+        value: good(&tensor),
+        output: good(&output),
+    };
+    assert!(attention.bind_tensors(&tensors).is_ok());
+    let query = TensorSlice { rows: 65, ..tensors.query };
+    assert_eq!(
+        attention.bind_tensors(&LayerTensors { query, ..tensors }).err(),
+        Some(BindError::TensorTooSmall {
+            tensor: "query",
+            needed_bytes: 65 * 96 * 2,
+            actual_bytes: 64 * 96 * 2
+        })
+    );
 }
 
 #[test]

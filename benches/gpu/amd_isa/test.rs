@@ -22,6 +22,11 @@ const DEARER_TABLES: [(Family, &str, f64); 2] = [
     (Family::Vega10, "attention_prefill.f32.d64.subgroup", 1.035),
 ];
 
+/// Where less than 60 % of prefill's instructions are multiply-adds, and how many at least: Vega has none that takes a
+/// query's f16 elements as they are.
+const FEWER_MULTIPLY_ADDS: [(Family, &str, f64); 1] =
+    [(Family::Vega10, "attention_prefill.f16.d128.subgroup.act_f16", 0.56)];
+
 fn committed() -> Figures {
     Figures::committed().expect("benches/amd_isa.json")
 }
@@ -150,8 +155,12 @@ fn assert_decode_issues_faster_than_it_reads_on_every_card(figures: &Figures) {
 
 fn assert_prefill_in_f16_is_multiply_adds_for_at_least_60_percent(figures: &Figures) {
     for (row, prefill) in counted(figures, "attention_prefill.f16") {
+        let fewer = FEWER_MULTIPLY_ADDS
+            .iter()
+            .find(|(family, variant, _)| (*family, *variant) == (row.family, &row.variant));
+        let least = fewer.map_or(0.6, |(_, _, least)| *least);
         let share = prefill.multiply_adds / prefill.instructions;
-        assert!(share >= 0.6, "{} {}: {share}", row.family.name(), row.variant);
+        assert!(share >= least, "{} {}: {share}", row.family.name(), row.variant);
     }
 }
 

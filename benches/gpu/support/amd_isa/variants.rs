@@ -1,7 +1,7 @@
 //! The variants that figures are kept of.
 
 use paged_kv::shaders::{Kernel, MAX_QUERIES, VariantKey};
-use paged_kv::{DEFAULT_BLOCK_SIZE, KvType};
+use paged_kv::{ActivationType, DEFAULT_BLOCK_SIZE, KvType};
 
 use super::structure::TileLoads;
 use crate::Failure;
@@ -17,11 +17,13 @@ pub struct Variant {
     /// Query heads per workgroup, of decode.
     queries: u32,
     subgroups: bool,
+    activations: ActivationType,
 }
 
 impl Variant {
     /// All that figures are kept of: attention with subgroups for the head sizes 64, 128 and 256 and the heads of common
-    /// models (32/8, 9/3, 28/4, 64/8), attention without subgroups once, and the kernels around it.
+    /// models (32/8, 9/3, 28/4, 64/8), attention without subgroups once and with f16 activations once, and the kernels
+    /// around it.
     pub fn named() -> Vec<Self> {
         let mut named: Vec<Self> = DECODE
             .iter()
@@ -31,6 +33,7 @@ impl Variant {
                 head_dim,
                 queries,
                 subgroups: true,
+                activations: ActivationType::F32,
             })
             .collect();
         for kv_type in [KvType::F16, KvType::F32] {
@@ -41,6 +44,11 @@ impl Variant {
             queries: 4,
             ..Self::of(kernel, KvType::F16, 128)
         }));
+        named.extend([Kernel::AttentionDecode, Kernel::AttentionPrefill].map(|kernel| Self {
+            activations: ActivationType::F16,
+            queries: 4,
+            ..Self::of(kernel, KvType::F16, 128)
+        }));
         named.extend([64, 128, 256].map(|dim| Self::of(Kernel::AttentionMerge, KvType::F16, dim)));
         named.extend([KvType::F16, KvType::F32].map(|kv_type| Self::of(Kernel::Append, kv_type, 128)));
         named.push(Self::of(Kernel::BlockCopy, KvType::F16, 128));
@@ -48,7 +56,14 @@ impl Variant {
     }
 
     fn of(kernel: Kernel, kv_type: KvType, head_dim: u32) -> Self {
-        Self { kernel, kv_type, head_dim, queries: MAX_QUERIES, subgroups: true }
+        Self {
+            kernel,
+            kv_type,
+            head_dim,
+            queries: MAX_QUERIES,
+            subgroups: true,
+            activations: ActivationType::F32,
+        }
     }
 
     /// The library's name of it.
@@ -63,7 +78,7 @@ impl Variant {
 
     fn key(&self) -> VariantKey {
         let (types, dims) = ((self.kv_type, self.kv_type), (self.head_dim, self.head_dim));
-        VariantKey::new(self.kernel, types, dims, self.queries, self.subgroups)
+        VariantKey::new(self.kernel, types, dims, self.activations, self.queries, self.subgroups)
     }
 
     /// Bytes of a key and its value.
