@@ -53,6 +53,8 @@ pub(super) struct Capabilities {
     pub(super) uniform_alignment: u32,
     pub(super) storage_alignment: u32,
     pub(super) subgroups: bool,
+    /// Whether the driver takes so long to compile a long shader that a short one is the better choice.
+    pub(super) compact_shaders: bool,
     /// Workgroups that fill the device.
     pub(super) target_workgroups: u32,
 }
@@ -107,6 +109,7 @@ impl Capabilities {
             storage_alignment: limits.min_storage_buffer_offset_alignment,
             // Reducing within smaller subgroups would save next to nothing.
             subgroups: device.features().contains(Features::SUBGROUP) && info.subgroup_min_size >= 4,
+            compact_shaders: info.backend == wgpu::Backend::Gl,
             target_workgroups: match info.device_type {
                 DeviceType::DiscreteGpu => 1024,
                 DeviceType::Cpu => 16,

@@ -50,7 +50,7 @@ use metadata::{MetadataSlots, SlotContext};
 use params::{LayerParams, STEP_PARAMS_WORDS};
 use pipelines::{Compilation, Layouts, Pipelines};
 use record::Progress;
-use setup::{HeadTiles, check_shape, layer_params, partial_bytes, split_config, variant};
+use setup::{QueryTiles, check_shape, layer_params, partial_bytes, split_config, variant};
 use std::sync::atomic::{AtomicU64, Ordering};
 use tensors::Binder;
 use transfers::Transfers;
@@ -157,7 +157,8 @@ impl PagedAttention {
             });
         }
         let arenas = cache.arenas(capabilities.max_binding_bytes)?;
-        let tiles = HeadTiles::of(&shape);
+        let compact = options.compact_shaders.unwrap_or(capabilities.compact_shaders);
+        let tiles = QueryTiles::of(&shape, compact);
         let split_config = split_config(&shape, &cache, &options, &capabilities, tiles);
         let layer_params = layer_params(&shape, &cache, &arenas, &options, tiles);
 

@@ -48,6 +48,7 @@ pub struct AttentionOptions {
     pub(super) activations: ActivationType,
     pub(super) fixed_span_tokens: Option<u32>,
     pub(super) checked_shaders: bool,
+    pub(super) compact_shaders: Option<bool>,
     pub(super) disallow_subgroups: bool,
     pub(super) dispatch_work_budget: Option<u64>,
     pub(super) scratch_bytes: Option<u64>,
@@ -85,6 +86,15 @@ impl AttentionOptions {
     /// plans whose ids `prepare` has checked.
     pub fn checked_shaders(mut self, checked: bool) -> Self {
         self.checked_shaders = checked;
+        self
+    }
+
+    /// Compiles attention kernels that serve two queries at a time instead of up to eight. Their text is a quarter as long,
+    /// which some drivers take a small part of the time to compile (llvmpipe on GL 2 s instead of 15 s for decode with
+    /// eight heads per kv head); but keys and values are read for every two queries anew. By default it is done on GL,
+    /// where drivers are slow and compile on the thread that submits.
+    pub fn compact_shaders(mut self, compact: bool) -> Self {
+        self.compact_shaders = Some(compact);
         self
     }
 

@@ -5,7 +5,7 @@ use crate::error::{ConfigError, DeviceError};
 use crate::gpu::capabilities::Capabilities;
 use crate::gpu::options::AttentionOptions;
 use crate::gpu::params::LayerParams;
-use crate::gpu::shader::{Kernel, MAX_QUERIES, PREFILL_QUERIES, TILE, VariantKey};
+use crate::gpu::shader::{COMPACT_QUERIES, Kernel, MAX_QUERIES, PREFILL_QUERIES, TILE, VariantKey};
 use crate::schedule::SplitConfig;
 
 /// Scratch for partial results where nothing else is asked for, in bytes.
@@ -14,20 +14,34 @@ const DEFAULT_SCRATCH_BYTES: u64 = 32 << 20;
 /// Floating-point operations of attention that one dispatch has by default.
 const DEFAULT_DISPATCH_FLOP: u64 = 15_000_000_000;
 
-/// How a kv head's query heads are cut into tiles, as even as possible: 71 heads are 9 tiles of 8.
+/// How queries are cut into tiles, one per workgroup.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct HeadTiles {
-    /// Tiles per kv head.
-    pub(super) tiles: u32,
-    /// Heads of a tile; the last one may have fewer.
-    pub(super) queries: u32,
+pub(super) struct QueryTiles {
+    /// Tiles of a kv head's query heads, of a row that is computed alone.
+    pub(super) head_tiles: u32,
+    /// Heads of such a tile, as even as possible: 71 heads are 9 tiles of 8. The last one may have fewer.
+    decode: u32,
+    /// (row, head) pairs of a prefill tile.
+    prefill: u32,
 }
 
-impl HeadTiles {
-    pub(super) fn of(shape: &ModelShape) -> Self {
+impl QueryTiles {
+    pub(super) fn of(shape: &ModelShape, compact: bool) -> Self {
+        let (most, prefill) = match compact {
+            true => (COMPACT_QUERIES, COMPACT_QUERIES),
+            false => (MAX_QUERIES, PREFILL_QUERIES),
+        };
         let heads = shape.heads_per_kv_head();
-        let queries = heads.div_ceil(heads.div_ceil(MAX_QUERIES));
-        Self { tiles: heads.div_ceil(queries), queries }
+        let decode = heads.div_ceil(heads.div_ceil(most));
+        Self { head_tiles: heads.div_ceil(decode), decode, prefill }
+    }
+
+    /// Queries of a kernel's workgroup, where it has any.
+    fn of_kernel(&self, kernel: Kernel) -> u32 {
+        match kernel {
+            Kernel::AttentionPrefill => self.prefill,
+            _ => self.decode,
+        }
     }
 }
 
@@ -63,9 +77,9 @@ pub(super) fn split_config(
     cache: &CacheConfig,
     options: &AttentionOptions,
     capabilities: &Capabilities,
-    tiles: HeadTiles,
+    tiles: QueryTiles,
 ) -> SplitConfig {
-    let workgroups_per_item = shape.num_kv_heads * tiles.tiles;
+    let workgroups_per_item = shape.num_kv_heads * tiles.head_tiles;
     let target_workgroups = options.target_workgroups.unwrap_or(capabilities.target_workgroups).max(1);
     let span_quantum = TILE.max(cache.block_size());
     let longest = u32::MAX / span_quantum * span_quantum;
@@ -78,9 +92,9 @@ pub(super) fn split_config(
         }
         None => {
             let decode = 2 * u64::from(target_workgroups.div_ceil(workgroups_per_item));
-            let tiles = 2 * u64::from(target_workgroups.div_ceil(shape.num_kv_heads));
-            let rows_of_tile = 1 + PREFILL_QUERIES.div_ceil(shape.heads_per_kv_head());
-            decode + u64::from(cache.max_sequences()) + tiles * u64::from(rows_of_tile)
+            let prefill = 2 * u64::from(target_workgroups.div_ceil(shape.num_kv_heads));
+            let rows_of_tile = 1 + tiles.prefill.div_ceil(shape.heads_per_kv_head());
+            decode + u64::from(cache.max_sequences()) + prefill * u64::from(rows_of_tile)
         }
     };
     let default_bytes = match fixed_span_tokens {
@@ -96,7 +110,7 @@ pub(super) fn split_config(
         workgroups_per_item,
         workgroups_per_tile: shape.num_kv_heads,
         heads_per_kv_head: shape.heads_per_kv_head(),
-        prefill_queries: PREFILL_QUERIES,
+        prefill_queries: tiles.prefill,
         span_quantum,
         target_workgroups,
         max_partials: u32::try_from(max_partials).unwrap_or(u32::MAX),
@@ -110,7 +124,7 @@ pub(super) fn layer_params(
     cache: &CacheConfig,
     arenas: &ArenaLayout,
     options: &AttentionOptions,
-    tiles: HeadTiles,
+    tiles: QueryTiles,
 ) -> Vec<LayerParams> {
     let scale = options.scale.unwrap_or_else(|| 1.0 / (shape.head_dim as f32).sqrt());
     let layer_units = arenas.block.layer_block_words() / 4;
@@ -126,7 +140,7 @@ pub(super) fn layer_params(
                 num_kv_heads: shape.num_kv_heads,
                 num_query_heads: shape.num_query_heads,
                 heads_per_kv_head: shape.heads_per_kv_head(),
-                head_tiles: tiles.tiles,
+                head_tiles: tiles.head_tiles,
                 scale_log2: scale * std::f32::consts::LOG2_E,
                 padding: [0; 3],
             }
@@ -138,7 +152,7 @@ pub(super) fn layer_params(
 pub(super) fn variant(
     kernel: Kernel,
     cache: &CacheConfig,
-    tiles: HeadTiles,
+    tiles: QueryTiles,
     capabilities: &Capabilities,
     options: &AttentionOptions,
 ) -> VariantKey {
@@ -149,7 +163,7 @@ pub(super) fn variant(
         (layout.k_type, layout.v_type),
         (layout.k_head_dim, layout.v_head_dim),
         options.activations,
-        tiles.queries,
+        tiles.of_kernel(kernel),
         subgroups,
     )
 }
@@ -160,11 +174,21 @@ mod tests {
 
     #[test]
     fn heads_are_tiled_as_evenly_as_possible() {
-        for (heads, tiles, queries) in [(1, 1, 1), (3, 1, 3), (8, 1, 8), (9, 2, 5), (16, 2, 8), (71, 9, 8)] {
+        for (heads, compact, tiles, queries) in [
+            (1, false, 1, 1),
+            (3, false, 1, 3),
+            (8, false, 1, 8),
+            (9, false, 2, 5),
+            (16, false, 2, 8),
+            (71, false, 9, 8),
+            (1, true, 1, 1),
+            (3, true, 2, 2),
+            (8, true, 4, 2),
+        ] {
             let shape =
                 ModelShape { num_layers: 1, num_query_heads: 2 * heads, num_kv_heads: 2, head_dim: 8 };
-            let found = HeadTiles::of(&shape);
-            assert_eq!((found.tiles, found.queries), (tiles, queries), "{heads} heads");
+            let found = QueryTiles::of(&shape, compact);
+            assert_eq!((found.head_tiles, found.decode), (tiles, queries), "{heads} heads, {compact}");
         }
     }
 }

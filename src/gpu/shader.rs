@@ -19,6 +19,9 @@ pub const MAX_QUERIES: u32 = 8;
 /// (row, head) pairs of a prefill workgroup.
 pub const PREFILL_QUERIES: u32 = 8;
 
+/// Queries of an attention workgroup where the text is to be short.
+pub(super) const COMPACT_QUERIES: u32 = 2;
+
 /// Invocations of every workgroup: `WORKGROUP` in the shaders.
 const WORKGROUP: u32 = 64;
 
@@ -98,8 +101,7 @@ impl VariantKey {
                 _ => activations,
             },
             queries: match kernel {
-                Kernel::AttentionDecode => queries,
-                Kernel::AttentionPrefill => PREFILL_QUERIES,
+                Kernel::AttentionDecode | Kernel::AttentionPrefill => queries,
                 _ => 1,
             },
             subgroups: attention && subgroups,
@@ -248,7 +250,7 @@ impl fmt::Display for VariantKey {
         } else {
             write!(f, ".d{}_{}", self.k_head_dim, self.v_head_dim)?;
         }
-        if self.kernel == Kernel::AttentionDecode {
+        if self.kernel == Kernel::AttentionDecode || self.has_compact_tiles() {
             write!(f, ".q{}", self.queries)?;
         }
         if self.kernel.is_attention() {
@@ -259,6 +261,10 @@ impl fmt::Display for VariantKey {
 }
 
 impl VariantKey {
+    fn has_compact_tiles(&self) -> bool {
+        self.kernel == Kernel::AttentionPrefill && self.queries != PREFILL_QUERIES
+    }
+
     /// Other activations than f32, at the end of the name.
     fn fmt_activations(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.activations {
@@ -305,7 +311,7 @@ pub fn all_variants() -> Vec<VariantKey> {
             for k_type in types {
                 for v_type in types {
                     for activations in [ActivationType::F32, ActivationType::F16] {
-                        for queries in 1..=MAX_QUERIES {
+                        for queries in queries_of(kernel) {
                             for subgroups in [false, true] {
                                 let types = (k_type, v_type);
                                 let key =
@@ -321,6 +327,15 @@ pub fn all_variants() -> Vec<VariantKey> {
         }
     }
     variants
+}
+
+/// Queries of a workgroup that a kernel's texts are made for.
+fn queries_of(kernel: Kernel) -> Vec<u32> {
+    match kernel {
+        Kernel::AttentionDecode => (1..=MAX_QUERIES).collect(),
+        Kernel::AttentionPrefill => vec![COMPACT_QUERIES, PREFILL_QUERIES],
+        _ => vec![1],
+    }
 }
 
 /// Variants in which every pair of choices of [`all_variants`] occurs, in the same order.

@@ -14,8 +14,8 @@ use crate::rig::{Rig, Tensors};
 
 /// Runs `test` on every adapter that is not reached through GL, and says which test was left out there.
 ///
-/// The GLSL compilers of software adapters take 5 to 30 seconds for an attention kernel. Tests that need many variants of
-/// it leave GL to those that need few.
+/// There a software adapter takes 5 to 30 seconds to compile an attention kernel for eight queries, and a few for the
+/// compact one. Tests that need many variants leave GL to those that need few.
 pub(crate) fn on_each_adapter_but_gl(mut test: impl FnMut(&TestAdapter)) {
     on_each_adapter(|adapter| {
         if adapter.info().backend == wgpu::Backend::Gl {

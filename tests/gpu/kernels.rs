@@ -45,12 +45,18 @@ struct Cell {
     checked: bool,
     spans: Spans,
     activations: ActivationType,
+    /// Whether the texts serve two queries at a time, where the library would not choose so itself.
+    compact: Option<bool>,
 }
 
 impl Cell {
     fn options(&self) -> AttentionOptions {
         let options =
             AttentionOptions::default().allow_subgroups(self.subgroups).checked_shaders(self.checked);
+        let options = match self.compact {
+            Some(compact) => options.compact_shaders(compact),
+            None => options,
+        };
         match self.spans {
             Spans::One => options.fixed_span_tokens(u32::MAX),
             Spans::Many => options.target_workgroups(4096),
@@ -145,7 +151,7 @@ const F16: (KvType, KvType) = (KvType::F16, KvType::F16);
 
 macro_rules! cells {
     ($($name:ident: $on:ident, $block_size:literal, $heads:expr, $dims:expr, $types:expr,
-       $subgroups:literal, $checked:literal, $spans:ident, $activations:ident;)*) => {$(
+       $subgroups:literal, $checked:literal, $spans:ident, $activations:ident, $compact:expr;)*) => {$(
         #[test]
         fn $name() {
             let cell = Cell {
@@ -157,28 +163,30 @@ macro_rules! cells {
                 checked: $checked,
                 spans: Spans::$spans,
                 activations: ActivationType::$activations,
+                compact: $compact,
             };
             $on(|adapter| cell.run(adapter));
         }
     )*};
 }
 
-// Name: adapters, P, (query heads, kv heads), (key size, value size), types, subgroups, checked, spans, activations.
+// Name: adapters, P, (query heads, kv heads), (key size, value size), types, subgroups, checked, spans, activations,
+// compact.
 cells! {
-    blocks_of_1_token_in_f32: on_each_adapter, 1, (2, 2), (8, 8), F32, false, false, Many, F32;
-    blocks_of_4_tokens_and_3_heads_per_kv_head: on_each_adapter, 4, (3, 1), (40, 40), F16, true, true, Fixed, F16;
-    blocks_of_16_tokens_and_5_heads_per_kv_head: on_each_adapter_but_gl, 16, (10, 2), (64, 64), F16, false, true, One, F32;
+    blocks_of_1_token_in_f32: on_each_adapter, 1, (2, 2), (8, 8), F32, false, false, Many, F32, None;
+    blocks_of_4_tokens_and_3_heads_per_kv_head: on_each_adapter, 4, (3, 1), (40, 40), F16, true, true, Fixed, F16, Some(false);
+    blocks_of_16_tokens_and_5_heads_per_kv_head: on_each_adapter, 16, (10, 2), (64, 64), F16, false, true, One, F32, None;
     blocks_of_64_tokens_and_keys_smaller_than_values:
-        on_each_adapter_but_gl, 64, (7, 1), (72, 72), (KvType::F16, KvType::F32), true, false, Many, F16;
-    blocks_of_256_tokens: on_each_adapter_but_gl, 256, (1, 1), (80, 80), F16, false, false, Fixed, F32;
+        on_each_adapter, 64, (7, 1), (72, 72), (KvType::F16, KvType::F32), true, false, Many, F16, Some(true);
+    blocks_of_256_tokens: on_each_adapter_but_gl, 256, (1, 1), (80, 80), F16, false, false, Fixed, F32, None;
     sixteen_heads_per_kv_head_in_two_tiles:
-        on_each_adapter_but_gl, 16, (16, 1), (96, 96), (KvType::F32, KvType::F16), true, true, Many, F32;
+        on_each_adapter_but_gl, 16, (16, 1), (96, 96), (KvType::F32, KvType::F16), true, true, Many, F32, None;
     seventy_one_heads_per_kv_head_in_nine_tiles:
-        on_each_adapter_but_gl, 2, (71, 1), (112, 112), F16, false, false, One, F16;
-    eight_heads_per_kv_head: on_each_adapter_but_gl, 16, (8, 1), (128, 128), F32, true, false, Fixed, F16;
-    heads_of_136_elements: on_each_adapter_but_gl, 64, (2, 2), (136, 136), F16, true, true, Many, F32;
-    heads_of_256_elements: on_each_adapter_but_gl, 16, (2, 2), (256, 256), F16, false, false, Many, F16;
-    values_larger_than_keys: on_each_adapter_but_gl, 16, (3, 1), (64, 128), F16, true, false, Fixed, F32;
+        on_each_adapter_but_gl, 2, (71, 1), (112, 112), F16, false, false, One, F16, None;
+    eight_heads_per_kv_head: on_each_adapter, 16, (8, 1), (128, 128), F32, true, false, Fixed, F16, Some(true);
+    heads_of_136_elements: on_each_adapter_but_gl, 64, (2, 2), (136, 136), F16, true, true, Many, F32, None;
+    heads_of_256_elements: on_each_adapter_but_gl, 16, (2, 2), (256, 256), F16, false, false, Many, F16, None;
+    values_larger_than_keys: on_each_adapter, 16, (3, 1), (64, 128), F16, true, false, Fixed, F32, None;
     keys_larger_than_values:
-        on_each_adapter_but_gl, 1, (2, 1), (192, 128), (KvType::F32, KvType::F16), false, true, Many, F16;
+        on_each_adapter_but_gl, 1, (2, 1), (192, 128), (KvType::F32, KvType::F16), false, true, Many, F16, None;
 }

@@ -8,7 +8,9 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 
 use bytemuck::{Pod, cast_slice};
-use paged_kv::shaders::{Kernel, LayerParams, MAX_QUERIES, StepParams, TensorParams, VariantKey};
+use paged_kv::shaders::{
+    Kernel, LayerParams, MAX_QUERIES, PREFILL_QUERIES, StepParams, TensorParams, VariantKey,
+};
 use paged_kv::{
     ActivationType, BlockCopy, BlockLayout, DecodeItem, MergeItem, PrefillItem, StepPlan, WorkSplit,
 };
@@ -271,7 +273,11 @@ impl Raw<'_> {
     pub(crate) fn dispatch(&self, kernel: Kernel, step: &RawStep, buffers: &RawBuffers) {
         let types = (self.block.k_type, self.block.v_type);
         let dims = (self.block.k_head_dim, self.block.v_head_dim);
-        let key = VariantKey::new(kernel, types, dims, ActivationType::F32, self.tiling().0, false);
+        let queries = match kernel {
+            Kernel::AttentionPrefill => PREFILL_QUERIES,
+            _ => self.tiling().0,
+        };
+        let key = VariantKey::new(kernel, types, dims, ActivationType::F32, queries, false);
         let mut pipelines = self.kernels.pipelines.borrow_mut();
         let pipeline = pipelines.entry(key).or_insert_with(|| self.kernels.pipeline(&key));
         let (params, metadata) = step.pack();

@@ -1,6 +1,6 @@
 //! The variants that figures are kept of.
 
-use paged_kv::shaders::{Kernel, MAX_QUERIES, VariantKey};
+use paged_kv::shaders::{Kernel, PREFILL_QUERIES, VariantKey};
 use paged_kv::{ActivationType, DEFAULT_BLOCK_SIZE, KvType};
 
 use super::structure::TileLoads;
@@ -14,7 +14,7 @@ pub struct Variant {
     pub kernel: Kernel,
     kv_type: KvType,
     head_dim: u32,
-    /// Query heads per workgroup, of decode.
+    /// Queries per workgroup.
     queries: u32,
     subgroups: bool,
     activations: ActivationType,
@@ -41,12 +41,12 @@ impl Variant {
         }
         named.extend([Kernel::AttentionDecode, Kernel::AttentionPrefill].map(|kernel| Self {
             subgroups: false,
-            queries: 4,
+            queries: if kernel == Kernel::AttentionDecode { 4 } else { PREFILL_QUERIES },
             ..Self::of(kernel, KvType::F16, 128)
         }));
         named.extend([Kernel::AttentionDecode, Kernel::AttentionPrefill].map(|kernel| Self {
             activations: ActivationType::F16,
-            queries: 4,
+            queries: if kernel == Kernel::AttentionDecode { 4 } else { PREFILL_QUERIES },
             ..Self::of(kernel, KvType::F16, 128)
         }));
         named.extend([64, 128, 256].map(|dim| Self::of(Kernel::AttentionMerge, KvType::F16, dim)));
@@ -60,7 +60,7 @@ impl Variant {
             kernel,
             kv_type,
             head_dim,
-            queries: MAX_QUERIES,
+            queries: PREFILL_QUERIES,
             subgroups: true,
             activations: ActivationType::F32,
         }
