@@ -1,10 +1,12 @@
 //! What the example programs print and how they end, seen from outside.
 //!
 //! The programs must have been built: `cargo test` does so; before `cargo test --test programs`, `cargo build --examples`
-//! does. Everything here runs the toy model on the CPU twins, but for `share_device`, which runs on the software Vulkan
-//! adapters there are (`PAGED_KV_REQUIRE_ADAPTERS`: those without which the tests fail), and the two examples to be read
-//! through, which take the first adapter there is, or the CPU.
+//! does. Everything here runs the toy model on the CPU twins, but for `share_device` and `device_report`, which run on the
+//! software adapters there are (`PAGED_KV_REQUIRE_ADAPTERS`: those without which the tests fail), and the two examples to
+//! be read through, which take the first adapter there is, or the CPU.
 #![allow(clippy::unwrap_used)]
+
+mod device_report;
 
 use serde_json::Value;
 use std::io::Write as _;

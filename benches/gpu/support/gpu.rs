@@ -57,6 +57,14 @@ impl Gpu {
             let names: Vec<_> = adapters.iter().map(|adapter| label(&adapter.get_info())).collect();
             format!("no adapter's name contains \"{wanted}\"; found: {}", names.join(", "))
         })?;
+        Self::on(adapter)
+    }
+
+    /// Opens `adapter` with the limits and features that the library recommends, and timestamps where it has them.
+    ///
+    /// # Errors
+    /// When it gives no device.
+    pub fn on(adapter: &wgpu::Adapter) -> Result<Self, Failure> {
         let base = wgpu::Limits::default().or_worse_values_from(&adapter.limits());
         let timestamps = adapter.features() & Features::TIMESTAMP_QUERY;
         let descriptor = wgpu::DeviceDescriptor {

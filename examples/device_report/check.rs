@@ -1,0 +1,107 @@
+//! The self-check: the kernels of this adapter against the f64 attention of [`paged_kv::reference`].
+//!
+//! Every case must store its keys and values as the CPU twin does, bit for bit, and compute every output within
+//! [`TOLERANCE`].
+
+use std::time::{Duration, Instant};
+
+use bench_support::{Failure, gpu::Gpu};
+use indicatif::{ProgressBar, ProgressStyle};
+use serde::Serialize;
+
+use super::cases::{CASES, Case};
+use super::complaints::Complaints;
+use super::step::{Errors, run};
+
+/// Most error, relative to the largest element of a head: f32 rounds each of a few thousand terms to 6e-8, and `exp2`
+/// is allowed a few units in the last place. The library's own tests ask for the same.
+pub(crate) const TOLERANCE: f64 = 1e-5;
+
+/// What came out.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Check {
+    pub(crate) passed: bool,
+    pub(crate) cases_run: usize,
+    pub(crate) cases_total: usize,
+    pub(crate) seconds: f64,
+    pub(crate) tolerance: f64,
+    pub(crate) worst_error: f64,
+    pub(crate) cases: Vec<CaseResult>,
+}
+
+/// What came out of one case.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct CaseResult {
+    pub(crate) name: String,
+    pub(crate) seconds: f64,
+    /// Largest error of the rows that were decoded, and of those that were prefilled; null where the case failed early.
+    pub(crate) decode_error: Option<f64>,
+    pub(crate) prefill_error: Option<f64>,
+    /// What is wrong, if anything is.
+    pub(crate) failure: Option<String>,
+}
+
+/// Runs cases until the next one would probably take longer than what is left of `budget`; one at least.
+pub(crate) fn check(gpu: &Gpu, complaints: &Complaints, budget: Duration) -> Check {
+    let start = Instant::now();
+    let bar = ProgressBar::new(CASES.len() as u64);
+    bar.set_style(
+        ProgressStyle::with_template("checking {bar:24} {pos} of {len}, {elapsed}: {msg}")
+            .unwrap_or_else(|_| ProgressStyle::default_bar()),
+    );
+    let mut cases: Vec<CaseResult> = Vec::new();
+    let mut longest = Duration::ZERO;
+    for case in CASES {
+        if !cases.is_empty() && start.elapsed() + longest > budget {
+            break;
+        }
+        bar.set_message(case.to_string());
+        let begun = Instant::now();
+        let errors = run(gpu, case);
+        longest = longest.max(begun.elapsed());
+        cases.push(judge(case, begun.elapsed(), errors, complaints.take()));
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    let errors = cases.iter().flat_map(|case| [case.decode_error, case.prefill_error]).flatten();
+    Check {
+        passed: cases.iter().all(|case| case.failure.is_none()),
+        cases_run: cases.len(),
+        cases_total: CASES.len(),
+        seconds: start.elapsed().as_secs_f64(),
+        tolerance: TOLERANCE,
+        worst_error: errors.fold(0.0, f64::max),
+        cases,
+    }
+}
+
+/// The result of a case, from what came out and what wgpu complained of.
+pub(crate) fn judge(
+    case: &Case,
+    took: Duration,
+    errors: Result<Errors, Failure>,
+    complaint: Option<String>,
+) -> CaseResult {
+    let (decode, prefill, failure) = match errors {
+        Ok(Errors { decode, prefill, stored_exactly }) => {
+            let failure = if decode > TOLERANCE || prefill > TOLERANCE {
+                Some(format!("errors of {decode:.1e} in decode and {prefill:.1e} in prefill"))
+            } else if !stored_exactly {
+                Some("stored keys or values differ from what was given".to_owned())
+            } else {
+                None
+            };
+            (Some(decode), Some(prefill), failure)
+        }
+        Err(failure) => (None, None, Some(failure.to_string())),
+    };
+    // JSON has no infinity: an output that is no number is told by the failure.
+    let finite = |error: Option<f64>| error.filter(|error| error.is_finite());
+    CaseResult {
+        name: case.to_string(),
+        seconds: took.as_secs_f64(),
+        decode_error: finite(decode),
+        prefill_error: finite(prefill),
+        failure: complaint.or(failure),
+    }
+}

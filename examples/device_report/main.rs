@@ -1,0 +1,110 @@
+//! What this library makes of an adapter: what to request, what fits, how fast it reads, and whether its numbers are right.
+//!
+//! ```text
+//! cargo run --release --example device_report
+//! cargo run --release --example device_report -- --check --json
+//! ```
+//!
+//! Whoever has a device that the README does not list as tested runs the first command, or better the second, and posts
+//! what it prints.
+
+mod adapters;
+mod cases;
+mod check;
+mod complaints;
+mod models;
+mod rates;
+mod report;
+mod requests;
+mod step;
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use bench_support::gpu::Gpu;
+use clap::Parser;
+
+use adapters::AdapterFacts;
+use complaints::Complaints;
+use report::{Report, Versions};
+
+/// Reports what the library makes of an adapter; with --check, whether its numbers are right.
+///
+/// Exit status 1 when a check failed, 2 when there is nothing to report on.
+#[derive(Debug, Parser)]
+#[command(name = "device_report")]
+struct Options {
+    /// The adapter whose name contains this, in any case; by default the first one of the list.
+    #[arg(long, value_name = "NAME")]
+    adapter: Option<String>,
+
+    /// Size of the pool that models are fitted into. wgpu does not tell how much memory is free.
+    #[arg(long, value_name = "MIB", default_value_t = 1024, value_parser = clap::value_parser!(u64).range(1..1 << 24))]
+    pool: u64,
+
+    /// Compare the kernels with an attention in f64, for at most about SECONDS, three minutes by default.
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "180")]
+    check: Option<u64>,
+
+    /// Print one JSON object, for bug reports.
+    #[arg(long)]
+    json: bool,
+}
+
+fn main() -> ExitCode {
+    let options = Options::parse();
+    match make(&options) {
+        Ok(report) => {
+            match options.json {
+                true => println!("{}", report.json()),
+                false => print!("{}", report.text()),
+            }
+            ExitCode::from(if report.passed() { 0 } else { 1 })
+        }
+        Err(message) => {
+            eprintln!("device_report: {message}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn make(options: &Options) -> Result<Report, String> {
+    let all = adapters::find();
+    let facts: Vec<AdapterFacts> = all.iter().map(AdapterFacts::of).collect();
+    let part = options.adapter.as_deref().unwrap_or_default().to_lowercase();
+    let named = |facts: &AdapterFacts| facts.computes && facts.label.to_lowercase().contains(&part);
+    let Some(chosen) = facts.iter().position(named) else {
+        let labels: Vec<_> = facts.iter().map(|facts| facts.label.as_str()).collect();
+        return Err(match labels.is_empty() {
+            true => "no adapter was found".to_owned(),
+            false => {
+                format!("no adapter that computes has \"{part}\" in its name; found: {}", labels.join(", "))
+            }
+        });
+    };
+    let adapter = &all[chosen];
+    let requests = requests::requests(adapter);
+    let max_binding = requests.iter().filter(|request| request.is_limit).map(|request| request.request);
+    let max_binding = max_binding.min().unwrap_or(0);
+    let gpu =
+        Gpu::on(adapter).map_err(|error| format!("{} gives no device: {error}", facts[chosen].label))?;
+    let pool_bytes = options.pool << 20;
+    let complaints = Complaints::of(&gpu);
+    let rates = rates::measure(&gpu).map_err(|failure| failure.to_string());
+    let (rates, rates_failure) = match complaints.take().map_or(rates, Err) {
+        Ok(rates) => (Some(rates), None),
+        Err(failure) => (None, Some(failure)),
+    };
+    Ok(Report {
+        versions: Versions::here(),
+        adapters: facts,
+        adapter: chosen,
+        features: adapter.features().iter_names().map(|(name, _)| name).collect(),
+        requests,
+        pool_bytes,
+        models: models::fits(pool_bytes, max_binding),
+        rates,
+        rates_failure,
+        check: options.check.map(|seconds| check::check(&gpu, &complaints, Duration::from_secs(seconds))),
+    })
+}
