@@ -39,10 +39,10 @@ impl GgufFile {
     /// [`LoadError::Io`], [`LoadError::NotGguf`], [`LoadError::Truncated`] and [`LoadError::Malformed`].
     pub fn open(path: &Path) -> Result<Self, LoadError> {
         let name = path.display().to_string();
-        let is_folder = path.is_dir();
-        let file = match File::open(path) {
-            Ok(_) if is_folder => Err(io::Error::from(io::ErrorKind::IsADirectory)),
-            opened => opened,
+        // Some systems open folders, others refuse them for other reasons.
+        let file = match path.is_dir() {
+            true => Err(io::Error::from(io::ErrorKind::IsADirectory)),
+            false => File::open(path),
         };
         match file {
             Ok(file) => Self::read(name, Box::new(BufReader::new(file))),
