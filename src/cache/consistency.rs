@@ -4,7 +4,10 @@ use crate::cache::KvCache;
 use crate::ids::BlockId;
 
 impl KvCache {
-    /// Panics with the invariant's number when pool and tables disagree. For tests: O(blocks + table entries).
+    /// Checks pool and tables against each other. For tests: O(blocks + table entries).
+    ///
+    /// # Panics
+    /// With the invariant's number when they disagree.
     pub fn assert_consistent(&self) {
         let mut counts = vec![0; self.config.num_blocks() as usize];
         let mut slots = vec![0; self.config.host_blocks() as usize];

@@ -110,7 +110,10 @@ impl CpuCache {
         }
     }
 
-    /// The block table in row `table_row`, entries beyond its sequence's blocks included.
+    /// The block table in row `table_row`, `[table_entries]`, entries beyond its sequence's blocks included.
+    ///
+    /// # Panics
+    /// When there is no such row.
     pub fn table(&self, table_row: u32) -> &[u32] {
         let entries = self.table_entries as usize;
         &self.tables[table_row as usize * entries..][..entries]
@@ -127,7 +130,7 @@ impl CpuCache {
         &self.tables
     }
 
-    /// The arena's words.
+    /// The arena's words, which lie as [`layout`](Self::layout) says.
     pub fn words(&self) -> &[u32] {
         &self.words
     }

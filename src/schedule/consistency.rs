@@ -5,7 +5,10 @@ use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::State;
 
 impl Scheduler {
-    /// Panics with the invariant's number when records, queues, promises and the cache disagree. For tests.
+    /// Checks records, queues, promises and the cache against each other. For tests: O(sequences + blocks).
+    ///
+    /// # Panics
+    /// With the invariant's number when they disagree.
     pub fn assert_consistent(&self) {
         self.cache.assert_consistent();
         let mut tables = 0;

@@ -234,3 +234,46 @@ fn citations(text: &str) -> Vec<u32> {
     }
     numbers
 }
+
+/// Public errors and their variants, read from the enums' text: `ConfigError::Zero`.
+fn error_variants() -> Vec<String> {
+    let mut found = Vec::new();
+    for (_, text) in sources("src") {
+        let text = text.replace("\r\n", "\n");
+        let enums = text.split("\npub enum ").skip(1).filter_map(|rest| rest.split_once(" {\n"));
+        for (name, rest) in enums.filter(|(name, _)| name.ends_with("Error")) {
+            let body = rest.split("\n}\n").next().unwrap();
+            // Variants are what stands at the first indentation; rustfmt sees to that.
+            let lines = body.lines().filter_map(|line| line.strip_prefix("    "));
+            let variants = lines.filter(|line| line.starts_with(|letter: char| letter.is_ascii_uppercase()));
+            found.extend(variants.map(|line| format!("{name}::{}", word(line))));
+        }
+    }
+    found
+}
+
+#[test]
+fn the_readme_says_what_to_do_about_every_error() {
+    let variants = error_variants();
+    for known in
+        ["ConfigError::Zero", "RequestError::EmptyPrompt", "CommitError::Cache", "RecordError::TooManyRows"]
+    {
+        assert!(variants.iter().any(|variant| variant == known), "{known} is not found in the sources");
+    }
+    let readme = fs::read_to_string(root().join("README.md")).unwrap();
+    let section =
+        readme.split("\n## ").find(|section| section.starts_with("Troubleshooting")).expect("a section");
+    let rows = section.lines().filter(|line| line.starts_with("| `"));
+    let mut listed: Vec<String> = Vec::new();
+    for row in rows {
+        let cells: Vec<&str> = row.trim_matches('|').split(" | ").collect();
+        assert!(cells.len() == 3 && cells.iter().all(|cell| cell.trim().len() > 2), "three cells: {row}");
+        listed.extend(cells[0].split('`').skip(1).step_by(2).map(str::to_owned));
+    }
+    listed.sort();
+    let missing: Vec<_> = variants.iter().filter(|variant| !listed.contains(variant)).collect();
+    assert!(missing.is_empty(), "Troubleshooting in README.md has no row for {missing:?}");
+    let gone: Vec<_> = listed.iter().filter(|name| !variants.contains(name)).collect();
+    assert!(gone.is_empty(), "Troubleshooting in README.md explains {gone:?}, which do not exist");
+    assert!(listed.is_sorted_by(|one, other| one < other), "an error has two rows");
+}
