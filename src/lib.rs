@@ -16,7 +16,7 @@ mod ids;
 pub mod reference;
 mod schedule;
 
-pub use cache::{BlockCopy, BlockSwap, CacheStats, KvCache, MissReason, Namespace, Retention};
+pub use cache::{BlockCopy, BlockState, BlockSwap, CacheStats, KvCache, MissReason, Namespace, Retention};
 pub use config::{
     ArenaLayout, BlockLayout, CacheConfig, DEFAULT_BLOCK_SIZE, DEFAULT_MAX_SEQUENCES, KvFormat, KvPart,
     KvType, MAX_ARENA_BYTES, MAX_BLOCK_SIZE, MAX_HEAD_DIM, ModelShape,
@@ -26,8 +26,9 @@ pub use ids::{BlockId, PADDING_SLOT, RequestId, SequenceId, StepId, TableId, Tok
 pub use schedule::{
     Admission, DIRECT, DecodeItem, DuplicatePrompts, FinishReason, LogitRow, MergeItem, MissCounts,
     Preemption, PreemptionMode, PreemptionReason, PrefillItem, PrefixCacheConfig, PrefixReport, Priority,
-    Rates, Request, RowResult, Schedule, Scheduler, SchedulerConfig, SchedulerStats, SplitConfig,
-    StepBuilder, StepEvent, StepPlan, TableChange, TransferReport, VictimPolicy, WaitReason, WorkSplit,
+    Rates, Request, RowResult, Schedule, Scheduler, SchedulerConfig, SchedulerStats, SequenceState,
+    SequenceStatus, SplitConfig, StepBuilder, StepEvent, StepPlan, TableChange, TransferReport, VictimPolicy,
+    WaitReason, WorkSplit,
 };
 
 #[cfg(feature = "faults")]

@@ -17,6 +17,7 @@
 //! over the tokens that it had there.
 
 mod block_pool;
+mod block_state;
 mod block_table;
 mod consistency;
 mod host_pool;
@@ -30,6 +31,7 @@ use crate::config::CacheConfig;
 use crate::error::CacheError;
 use crate::ids::{BlockId, StepId, TableId};
 use block_pool::BlockPool;
+pub use block_state::BlockState;
 use block_table::BlockTable;
 use host_pool::HostPool;
 use prefix_cache::PrefixCache;

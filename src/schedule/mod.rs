@@ -13,6 +13,7 @@ mod request;
 mod room;
 mod scheduler;
 mod sequence;
+mod status;
 mod step_builder;
 mod step_plan;
 mod work_split;
@@ -23,6 +24,8 @@ pub use request::{
     SchedulerStats, StepEvent, VictimPolicy, WaitReason,
 };
 pub use scheduler::Scheduler;
+pub use sequence::State as SequenceState;
+pub use status::SequenceStatus;
 pub use step_builder::StepBuilder;
 pub use step_plan::{LogitRow, StepPlan, TableChange, TransferReport};
 pub use work_split::{DIRECT, DecodeItem, MergeItem, PrefillItem, SplitConfig, WorkSplit};

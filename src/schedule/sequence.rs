@@ -24,10 +24,14 @@ pub(super) struct Place {
     sample: u32,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum State {
+/// Where a sequence stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum State {
+    /// In line: new, or preempted.
     Waiting,
+    /// Takes part in steps.
     Running,
+    /// Has ended, and is kept to be extended or branched.
     Kept,
 }
 

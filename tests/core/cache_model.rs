@@ -1,5 +1,6 @@
 //! A naive model of the cache alone: tables as lists of tokens, grown by steps that are committed or dropped.
 
+use crate::block_states::assert_states_sum;
 use crate::simulated_device::{SimulatedDevice, history, then};
 use paged_kv::{CacheConfig, CacheError, CommitError, KvCache, StepBuilder, StepPlan, TableId};
 use proptest::prelude::*;
@@ -141,6 +142,7 @@ impl CacheWorld {
         for operation in after {
             change(&mut self.cache, &mut self.tables, operation, &mut self.released);
             self.cache.assert_consistent();
+            assert_states_sum(&self.cache);
         }
         if plan.num_rows() > 0 && !matches!(end, End::Drop { ran: false }) {
             self.run(&plan);
@@ -180,6 +182,7 @@ impl CacheWorld {
 
     fn check(&self) {
         self.cache.assert_consistent();
+        assert_states_sum(&self.cache);
         for table in &self.tables {
             assert_eq!(self.cache.len(table.id), Ok(table.tokens.len() as u32));
         }

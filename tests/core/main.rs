@@ -1,6 +1,7 @@
 //! Tests of the host core; they need no GPU and no wgpu.
 #![allow(clippy::unwrap_used)]
 
+mod block_states;
 mod bug_cases;
 mod cache_bugs;
 mod cache_model;

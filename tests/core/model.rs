@@ -4,6 +4,7 @@
 //! The model computes the same function over the tokens it keeps itself, so a run with preemptions, copies, forks and
 //! dropped plans must produce the very tokens that a run without any of them produces.
 
+use crate::block_states::assert_states_sum;
 use crate::simulated_device::{Device, history, then};
 use paged_kv::{
     Admission, CacheConfig, CommitError, FinishReason, Namespace, Priority, Rates, Request, RequestError,
@@ -218,6 +219,7 @@ impl<D: Device> World<D> {
     /// Compares everything that can be compared between operations.
     pub(crate) fn check(&mut self) {
         self.scheduler.assert_consistent();
+        assert_states_sum(self.scheduler.cache());
         for (&id, chat) in &self.chats {
             assert_eq!(self.scheduler.tokens(id), Some(&chat.tokens[..]), "tokens of {id:?}");
         }

@@ -8,8 +8,8 @@
 )]
 
 use paged_kv::{
-    Admission, CacheConfig, KvType, ModelShape, Request, RowResult, Schedule, Scheduler, SchedulerConfig,
-    SplitConfig, WorkSplit,
+    Admission, CacheConfig, KvType, ModelShape, Request, RequestId, RowResult, Schedule, Scheduler,
+    SchedulerConfig, SplitConfig, WorkSplit,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -122,6 +122,20 @@ fn a_steady_decode_step_allocates_nothing() {
         scheduler.assert_consistent();
         assert_eq!(scheduler.stats().running, SEQUENCES);
     }
+}
+
+#[test]
+fn looking_at_all_blocks_and_sequences_allocates_nothing() {
+    let scheduler = steady(SchedulerConfig::default(), 0);
+    let num_blocks = scheduler.cache().config().num_blocks();
+    let (mut states, mut blocks) = (Vec::with_capacity(num_blocks as usize), 0);
+    let count = allocations(|| {
+        states.extend(scheduler.cache().block_states());
+        let ids = (1..=u64::from(SEQUENCES)).map(RequestId::from_raw);
+        blocks = ids.map(|id| scheduler.status(id).unwrap().blocks.len()).sum();
+    });
+    assert_eq!((count, states.len()), (0, num_blocks as usize));
+    assert_eq!(blocks as u32, scheduler.stats().cache.held_blocks, "no two sequences share a block");
 }
 
 #[test]

@@ -12,11 +12,13 @@ mod eviction;
 mod isolation;
 mod prefix;
 mod priorities;
+mod status;
 mod swap;
 mod tables;
 mod transfers;
 mod victims;
 
+use crate::block_states::assert_states_sum;
 use crate::model::answer;
 use crate::scenarios::cache;
 use crate::simulated_device::{SimulatedDevice, history};
@@ -119,6 +121,7 @@ impl Served {
     /// Every count sums, whatever the state.
     fn check(&self) {
         self.scheduler.assert_consistent();
+        assert_states_sum(self.scheduler.cache());
         let cache = self.scheduler.stats().cache;
         let sum = cache.free_blocks + cache.cached_blocks + cache.held_blocks + cache.in_transfer_blocks;
         assert_eq!(sum, cache.num_blocks, "I1: {cache:?}");

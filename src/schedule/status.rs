@@ -1,0 +1,43 @@
+//! What each sequence is doing, seen from outside: for programs that show or log it.
+
+use crate::ids::{BlockId, SequenceId};
+use crate::schedule::scheduler::Scheduler;
+use crate::schedule::sequence::State;
+
+/// A sequence as it is between two calls of the scheduler.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SequenceStatus<'a> {
+    /// In line, running, or kept.
+    pub state: State,
+    /// Tokens that it has: input and generated ones.
+    pub tokens: u32,
+    /// Those whose keys and values are stored, those of the host pool included; the outstanding step's are not.
+    pub computed_tokens: u32,
+    /// Its blocks in the pool, in order: `blocks[i]` holds the tokens from `i * block_size` on. Those that the outstanding
+    /// step writes are among them.
+    pub blocks: &'a [BlockId],
+    /// Its blocks in the host pool, which follow them.
+    pub host_blocks: u32,
+    /// How often it was preempted in its current turn.
+    pub preemptions: u32,
+}
+
+impl Scheduler {
+    /// What a sequence that waits, runs or is kept is doing; none for any other. Allocates nothing.
+    ///
+    /// # Complexity
+    /// O(log sequences).
+    pub fn status(&self, sequence: impl Into<SequenceId>) -> Option<SequenceStatus<'_>> {
+        let sequence = self.get(*self.by_id.get(&sequence.into())?);
+        let table = sequence.table;
+        Some(SequenceStatus {
+            state: sequence.state,
+            tokens: sequence.len(),
+            computed_tokens: sequence.computed,
+            blocks: table.and_then(|table| self.cache.block_ids(table).ok()).unwrap_or_default(),
+            host_blocks: table.map_or(0, |table| self.cache.host_blocks_of(table)),
+            preemptions: sequence.preemptions,
+        })
+    }
+}
