@@ -87,17 +87,37 @@ impl GpuAttention {
         &mut self,
         model: &mut GpuModel,
         plan: &StepPlan,
-        mut take: impl FnMut(usize, &[f32]),
+        take: impl FnMut(usize, &[f32]),
     ) -> Result<(), RunError> {
+        let descriptor = wgpu::CommandEncoderDescriptor { label: Some("llama.step") };
+        let mut encoder = model.gpu().device.create_command_encoder(&descriptor);
+        let num_logit_rows = self.record(model, plan, &mut encoder)?;
+        self.timer.iter().for_each(|timer| timer.record(&mut encoder));
+        model.gpu().queue.submit([encoder.finish()]);
+        self.timer.iter().for_each(SpanTimer::request);
+
+        let read = model.read_logits(num_logit_rows, self.by_entry(plan, take));
+        // Its buffer is given back whether the logits came or not.
+        let took = self.timer.as_ref().map(SpanTimer::take).transpose();
+        read?;
+        self.elapsed += took?.unwrap_or_default();
+        Ok(())
+    }
+
+    /// Uploads a step's inputs and records all of it, up to the copy of its logits. Returns how many rows of logits that
+    /// copy has.
+    pub(crate) fn record(
+        &mut self,
+        model: &mut GpuModel,
+        plan: &StepPlan,
+        encoder: &mut wgpu::CommandEncoder,
+    ) -> Result<u32, RunError> {
         distinct_logit_rows(plan, &mut self.row_of_logits);
         model.write_inputs(plan.token_ids(), plan.positions(), &self.row_of_logits);
         let num_logit_rows = self.row_of_logits.len() as u32;
-        let gpu = model.gpu();
 
         let mut step = self.attention.prepare(plan)?;
-        let mut encoder =
-            gpu.device.create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some("llama.step") });
-        self.attention.record_transfers(&mut encoder, &mut step);
+        self.attention.record_transfers(encoder, &mut step);
         let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor {
             label: Some("llama.step"),
             timestamp_writes: None,
@@ -111,24 +131,30 @@ impl GpuAttention {
         })?;
         model.record_logits(&mut pass, num_logit_rows);
         drop(pass);
-        model.record_readback(&mut encoder, num_logit_rows);
-        self.timer.iter().for_each(|timer| timer.record(&mut encoder));
-        gpu.queue.submit([encoder.finish()]);
-        self.timer.iter().for_each(SpanTimer::request);
+        model.record_readback(encoder, num_logit_rows);
+        Ok(num_logit_rows)
+    }
 
-        let read = model.read_logits(num_logit_rows, |index, logits| {
+    /// Hands rows of the recorded step's logits on to `take`, which is asked by entries of `plan.logit_rows()`.
+    pub(crate) fn by_entry<'a>(
+        &'a self,
+        plan: &'a StepPlan,
+        mut take: impl FnMut(usize, &[f32]) + 'a,
+    ) -> impl FnMut(u32, &[f32]) + 'a {
+        move |index, logits| {
             let row = self.row_of_logits[index as usize];
             for (entry, wanted) in plan.logit_rows().iter().enumerate() {
                 if wanted.row == row {
                     take(entry, logits);
                 }
             }
-        });
-        // Its buffer is given back whether the logits came or not.
-        let took = self.timer.as_ref().map(SpanTimer::take).transpose();
-        read?;
-        self.elapsed += took?.unwrap_or_default();
-        Ok(())
+        }
+    }
+
+    /// Takes no times: those of a step that somebody else submits could not be asked for.
+    pub(crate) fn without_timer(mut self) -> Self {
+        self.timer = None;
+        self
     }
 
     /// Time that attention took, writing keys and values included; none where the device has no timestamps.

@@ -11,6 +11,7 @@
 //! | [`cpu`] | the same on the CPU |
 //! | [`attention`] | where model and cache meet: one step on either device |
 //! | [`pool`] | keys and values on the model's device, and the plans it computes |
+//! | [`frames`] | the same for a program that draws frames, in its own encoder and without waiting |
 //! | [`sample`] | the next token from a row of logits |
 //! | [`engine`] | the loop: schedule, compute, choose, commit |
 
@@ -20,6 +21,7 @@ pub mod config;
 pub mod cpu;
 pub mod engine;
 pub mod error;
+pub mod frames;
 pub mod gguf;
 pub mod gpu;
 pub mod pool;

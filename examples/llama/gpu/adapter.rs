@@ -52,6 +52,27 @@ impl Adapters {
     }
 }
 
+/// The adapter to draw and compute on: of those whose name contains `name_part` and that can draw on `surface`, the best
+/// by the same order, OpenGL last.
+pub fn choose(
+    adapters: &[wgpu::Adapter],
+    name_part: Option<&str>,
+    surface: Option<&wgpu::Surface<'_>>,
+) -> Option<wgpu::Adapter> {
+    let part = name_part.unwrap_or_default().to_lowercase();
+    let fits = |adapter: &&wgpu::Adapter| {
+        let flags = adapter.get_downlevel_capabilities().flags;
+        flags.contains(wgpu::DownlevelFlags::COMPUTE_SHADERS)
+            && label(&adapter.get_info()).to_lowercase().contains(&part)
+            && surface.is_none_or(|surface| adapter.is_surface_supported(surface))
+    };
+    let order = |adapter: &&wgpu::Adapter| {
+        let info = adapter.get_info();
+        (info.backend == wgpu::Backend::Gl, rank(info.device_type))
+    };
+    adapters.iter().filter(fits).min_by_key(order).cloned()
+}
+
 fn rank(device_type: wgpu::DeviceType) -> u32 {
     match device_type {
         wgpu::DeviceType::DiscreteGpu => 0,
@@ -86,20 +107,24 @@ impl Gpu {
     /// # Errors
     /// [`GpuError::NoDevice`].
     pub fn open(adapter: &wgpu::Adapter) -> Result<Self, GpuError> {
+        match pollster::block_on(adapter.request_device(&Self::device_descriptor(adapter))) {
+            Ok((device, queue)) => Ok(Self::from_device(device, queue)),
+            Err(error) => {
+                Err(GpuError::NoDevice { adapter: label(&adapter.get_info()), source: Box::new(error) })
+            }
+        }
+    }
+
+    /// What to ask `adapter` for, also for an application that opens its device itself.
+    pub fn device_descriptor(adapter: &wgpu::Adapter) -> wgpu::DeviceDescriptor<'static> {
         // wgpu's defaults, or less where an interface such as OpenGL offers less.
         let base_limits = wgpu::Limits::default().or_worse_values_from(&adapter.limits());
-        let descriptor = wgpu::DeviceDescriptor {
+        wgpu::DeviceDescriptor {
             label: Some("llama"),
             required_features: paged_kv::recommended_features(adapter)
                 | (adapter.features() & timer::FEATURES),
             required_limits: paged_kv::recommended_limits(adapter, base_limits),
             ..Default::default()
-        };
-        match pollster::block_on(adapter.request_device(&descriptor)) {
-            Ok((device, queue)) => Ok(Self::from_device(device, queue)),
-            Err(error) => {
-                Err(GpuError::NoDevice { adapter: label(&adapter.get_info()), source: Box::new(error) })
-            }
         }
     }
 

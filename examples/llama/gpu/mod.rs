@@ -28,7 +28,7 @@ mod weights;
 
 use std::fmt;
 
-pub use adapter::{Adapters, Gpu};
+pub use adapter::{Adapters, Gpu, choose};
 pub use buffers::GpuError;
 pub(crate) use timer::SpanTimer;
 pub(crate) use transfer::measure_transfer;
@@ -164,7 +164,7 @@ impl GpuModel {
 
     /// Records the copy of `num_logit_rows` rows of logits to where [`read_logits`](Self::read_logits) finds them.
     pub fn record_readback(&self, encoder: &mut wgpu::CommandEncoder, num_logit_rows: u32) {
-        let bytes = u64::from(num_logit_rows) * u64::from(logit_stride(&self.config)) * 4;
+        let bytes = self.logit_bytes(num_logit_rows);
         if bytes > 0 {
             encoder.copy_buffer_to_buffer(&self.activations.logits, 0, &self.activations.readback, 0, bytes);
         }
@@ -174,30 +174,64 @@ impl GpuModel {
     ///
     /// # Errors
     /// [`GpuError::Lost`] if the device did not finish.
-    pub fn read_logits(&self, num_logit_rows: u32, mut row: impl FnMut(u32, &[f32])) -> Result<(), GpuError> {
+    pub fn read_logits(&self, num_logit_rows: u32, row: impl FnMut(u32, &[f32])) -> Result<(), GpuError> {
         if num_logit_rows == 0 {
             return self.gpu.wait();
         }
-        let stride = logit_stride(&self.config) as usize;
-        let slice = self.activations.readback.slice(..u64::from(num_logit_rows) * stride as u64 * 4);
         let (sender, receiver) = std::sync::mpsc::channel();
-        slice.map_async(wgpu::MapMode::Read, move |result| {
-            // The receiver is gone only if this function returned early with an error.
-            let _ = sender.send(result);
-        });
+        self.activations.readback.map_async(
+            wgpu::MapMode::Read,
+            ..self.logit_bytes(num_logit_rows),
+            move |result| {
+                // The receiver is gone only if this function returned early with an error.
+                let _ = sender.send(result);
+            },
+        );
         self.gpu.wait()?;
         match receiver.try_recv() {
             Ok(result) => result.map_err(lost)?,
             Err(error) => return Err(lost(error)),
         }
-        let view = slice.get_mapped_range().map_err(lost)?;
-        let logits: &[f32] = bytemuck::cast_slice(&view);
-        for (index, logits) in logits.chunks_exact(stride).enumerate() {
-            row(index as u32, &logits[..self.config.vocab_len as usize]);
+        self.take_logits(num_logit_rows, row)
+    }
+
+    /// Records that the logits are mapped once the commands have run, for [`take_logits`](Self::take_logits). `arrive` is
+    /// called when they are, while the application polls its device; or dropped, if they never will be.
+    pub(crate) fn record_mapping(
+        &self,
+        encoder: &wgpu::CommandEncoder,
+        num_logit_rows: u32,
+        arrive: impl FnOnce(Result<(), wgpu::BufferAsyncError>) + Send + 'static,
+    ) {
+        let bytes = self.logit_bytes(num_logit_rows.max(1));
+        encoder.map_buffer_on_submit(&self.activations.readback, wgpu::MapMode::Read, ..bytes, arrive);
+    }
+
+    /// Hands each row of the logits that have been mapped to `row` by index, and gives the buffer back.
+    ///
+    /// # Errors
+    /// [`GpuError::Lost`].
+    pub(crate) fn take_logits(
+        &self,
+        num_logit_rows: u32,
+        mut row: impl FnMut(u32, &[f32]),
+    ) -> Result<(), GpuError> {
+        let readback = &self.activations.readback;
+        if num_logit_rows > 0 {
+            let view = readback.get_mapped_range(..self.logit_bytes(num_logit_rows)).map_err(lost)?;
+            let logits: &[f32] = bytemuck::cast_slice(&view);
+            let stride = logit_stride(&self.config) as usize;
+            for (index, logits) in logits.chunks_exact(stride).enumerate() {
+                row(index as u32, &logits[..self.config.vocab_len as usize]);
+            }
         }
-        drop(view);
-        self.activations.readback.unmap();
+        readback.unmap();
         Ok(())
+    }
+
+    /// Bytes of rows of logits as they are read back.
+    fn logit_bytes(&self, num_logit_rows: u32) -> u64 {
+        u64::from(num_logit_rows) * u64::from(logit_stride(&self.config)) * 4
     }
 
     fn record_norm(&self, pass: &mut wgpu::ComputePass<'_>, bindings: &wgpu::BindGroup, num_rows: u32) {
