@@ -1,0 +1,173 @@
+//! The chats, side by side, with what they say and what they hold.
+
+use eframe::egui::{
+    Align, Align2, Color32, FontId, Label, Layout, RichText, ScrollArea, Sense, TextFormat, Ui, UiBuilder,
+    text::LayoutJob, vec2,
+};
+use paged_kv::{Preemption, SequenceState};
+
+use crate::{
+    chat::{Chat, News, Phase, Role, letter},
+    look::{card, colour, weak},
+    palette::Palette,
+    snapshot::{Share, Snapshot},
+};
+
+/// Points of a chat's column, at least.
+const NARROWEST: f32 = 172.0;
+
+/// What the user asks of a chat.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wish {
+    Branch(usize),
+    Stop(usize),
+    Continue(usize),
+    Close(usize),
+    /// To be told what is typed next.
+    Address(usize),
+}
+
+/// Draws the chats. Returns what was clicked, and the chat under the pointer.
+pub(crate) fn show<'a>(
+    ui: &mut Ui,
+    palette: &Palette,
+    chats: impl Iterator<Item = (usize, &'a Chat)>,
+    snapshot: &Snapshot,
+) -> (Option<Wish>, Option<usize>) {
+    let chats: Vec<_> = chats.filter(|(_, chat)| chat.phase != Phase::Closing).collect();
+    let (mut wish, mut pointed) = (None, None);
+    let gap = ui.spacing().item_spacing.x;
+    let width = (ui.available_width() + gap) / chats.len().max(4) as f32 - gap;
+    let size = vec2(width.floor().max(NARROWEST), ui.available_height());
+    ScrollArea::horizontal().auto_shrink([false, false]).show(ui, |ui| {
+        ui.horizontal_top(|ui| {
+            for (slot, chat) in chats {
+                let (rect, response) = ui.allocate_exact_size(size, Sense::hover());
+                let mut column =
+                    ui.new_child(UiBuilder::new().max_rect(rect).layout(Layout::top_down(Align::Min)));
+                column.set_clip_rect(column.clip_rect().intersect(rect));
+                let share = snapshot.share(slot);
+                wish = wish.or(card(palette)
+                    .inner_margin(10)
+                    .show(&mut column, |ui| self::column(ui, palette, slot, chat, share))
+                    .inner);
+                if response.contains_pointer() || column.rect_contains_pointer(rect) {
+                    pointed = Some(slot);
+                }
+            }
+        });
+    });
+    (wish, pointed)
+}
+
+fn column(ui: &mut Ui, palette: &Palette, slot: usize, chat: &Chat, share: Option<&Share>) -> Option<Wish> {
+    ui.set_min_size(ui.available_size());
+    let mut wish = ui.horizontal(|ui| heading(ui, palette, slot, chat, share)).inner;
+    let line = |ui: &mut Ui, text: String| ui.add(Label::new(weak(palette, text)).truncate());
+    line(ui, sharing(share));
+    line(ui, chat.news.map_or(String::new(), news_text));
+    let height = (ui.available_height() - 34.0).max(24.0);
+    let scroll = ScrollArea::vertical().id_salt(slot).max_height(height).auto_shrink([false, false]);
+    scroll.stick_to_bottom(true).show(ui, |ui| {
+        ui.label(words(palette, chat, ui.available_width()));
+    });
+    ui.horizontal(|ui| {
+        wish = wish.or(buttons(ui, slot, chat));
+    });
+    wish
+}
+
+fn heading(ui: &mut Ui, palette: &Palette, slot: usize, chat: &Chat, share: Option<&Share>) -> Option<Wish> {
+    let (rect, response) = ui.allocate_exact_size(vec2(26.0, 26.0), Sense::click());
+    let tone = palette.owner(slot);
+    let text = colour(palette.text_on(tone));
+    ui.painter().rect_filled(rect, 5.0, colour(tone));
+    ui.painter().text(rect.center(), Align2::CENTER_CENTER, letter(slot), FontId::proportional(16.0), text);
+    let addressed = response.on_hover_text("say something to this chat").clicked();
+    ui.vertical(|ui| {
+        ui.spacing_mut().item_spacing.y = 1.0;
+        ui.add(Label::new(RichText::new(standing(chat, share)).strong().size(13.0)).truncate());
+        let (tokens, blocks) = share.map_or((0, 0), |share| (share.tokens, share.blocks));
+        ui.add(Label::new(weak(palette, format!("{tokens} tokens, {blocks} blocks"))).truncate());
+    });
+    addressed.then_some(Wish::Address(slot))
+}
+
+fn buttons(ui: &mut Ui, slot: usize, chat: &Chat) -> Option<Wish> {
+    let mut wish = None;
+    let mut button = |ui: &mut Ui, text: &str, hint: &str, of: Wish| {
+        if ui.button(text).on_hover_text(hint).clicked() {
+            wish = Some(of);
+        }
+    };
+    ui.spacing_mut().item_spacing.x = 5.0;
+    button(ui, "branch", "another chat that shares all blocks so far", Wish::Branch(slot));
+    if chat.phase == Phase::Answering {
+        button(ui, "stop", "give up its blocks; the prefix cache keeps the full ones", Wish::Stop(slot));
+    } else {
+        button(ui, "go on", "continue from here", Wish::Continue(slot));
+    }
+    button(ui, "×", "close: end the chat and give up its blocks", Wish::Close(slot));
+    wish
+}
+
+/// What the chat is doing.
+fn standing(chat: &Chat, share: Option<&Share>) -> String {
+    match (&chat.phase, share) {
+        (Phase::Ended(reason), _) => format!("ended: {reason}"),
+        (Phase::Stopped(_), _) => "stopped".to_owned(),
+        (_, Some(share)) if share.host_blocks > 0 => "moved to main memory".to_owned(),
+        (_, Some(share)) if share.state == SequenceState::Waiting && share.preemptions > 0 => {
+            "preempted".to_owned()
+        }
+        (_, Some(share)) if share.state == SequenceState::Waiting => "in line".to_owned(),
+        (_, Some(share)) if share.computed_tokens + 1 < share.tokens => {
+            format!("reading {} of {}", share.computed_tokens, share.tokens)
+        }
+        _ => "answering".to_owned(),
+    }
+}
+
+fn sharing(share: Option<&Share>) -> String {
+    match share {
+        Some(Share { host_blocks: 0, shared_blocks, .. }) => format!("{shared_blocks} of them shared"),
+        Some(Share { host_blocks, shared_blocks, .. }) => {
+            format!("{shared_blocks} shared, {host_blocks} moved out")
+        }
+        None => "no blocks".to_owned(),
+    }
+}
+
+fn news_text(news: News) -> String {
+    match news {
+        News::Found { tokens, of } => format!("found {tokens} of {of} tokens"),
+        News::Preempted(Preemption::Swapped { blocks }) => format!("preempted: {blocks} blocks moved out"),
+        News::Preempted(Preemption::Dropped { tokens }) => {
+            format!("preempted: {tokens} tokens to compute again")
+        }
+        News::Preempted(_) => "preempted".to_owned(),
+        News::BranchOf(slot) => format!("branched off {}", letter(slot)),
+    }
+}
+
+fn words(palette: &Palette, chat: &Chat, width: f32) -> LayoutJob {
+    let mut job = LayoutJob::default();
+    job.wrap.max_width = width;
+    let format = |size: f32, tone: Color32| TextFormat {
+        font_id: FontId::proportional(size),
+        color: tone,
+        ..Default::default()
+    };
+    for segment in &chat.segments {
+        let text = segment.text.trim();
+        match segment.role {
+            Role::System => {
+                let begin: String = text.chars().take(36).collect();
+                job.append(&format!("{begin}…\n"), 0.0, format(12.0, colour(palette.weak)));
+            }
+            Role::User => job.append(&format!("{text}\n"), 0.0, format(14.0, colour(palette.live))),
+            Role::Model => job.append(&format!("{text}\n"), 0.0, format(14.0, colour(palette.ink))),
+        }
+    }
+    job
+}
