@@ -202,6 +202,21 @@ impl HostPool {
         }
     }
 
+    /// No step's transfers end any more, for their device is lost. Returns the slots whose content has not arrived; what
+    /// was on its way back is in the host pool still, but nobody counts on it there.
+    pub(super) fn abandon_transfers(&mut self) -> Vec<HostSlot> {
+        let mut lost = Vec::new();
+        for transfer in std::mem::take(&mut self.transfers) {
+            for &slot in transfer.outs.iter().chain(&transfer.ins) {
+                let Slot { arriving, leaving, .. } = &mut self.slots[slot.0 as usize];
+                (*arriving, *leaving) = (false, false);
+                self.free_if_idle(slot);
+            }
+            lost.extend(transfer.outs);
+        }
+        lost
+    }
+
     /// Panics when counts, the free list and transfers disagree; `expected` are the counts that the tables imply.
     pub(super) fn assert_consistent(&self, expected: &[u32]) {
         let mut on_free_list = vec![false; self.slots.len()];

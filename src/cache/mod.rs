@@ -20,6 +20,7 @@ mod block_pool;
 mod block_state;
 mod block_table;
 mod consistency;
+mod forget;
 mod host_pool;
 mod prefix_cache;
 mod sharing;
@@ -109,6 +110,7 @@ pub struct KvCache {
     evictions: u64,
     /// Tables whose return failed after their step was committed.
     broken_tables: Vec<TableId>,
+    forgotten_devices: u64,
     poisoned: Option<&'static str>,
 }
 
@@ -139,6 +141,7 @@ impl KvCache {
             swapped_in: 0,
             evictions: 0,
             broken_tables: Vec::new(),
+            forgotten_devices: 0,
             poisoned: None,
         }
     }

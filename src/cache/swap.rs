@@ -190,7 +190,7 @@ impl KvCache {
     }
 
     /// Cuts all tables before the first of these slots.
-    fn cut_at(&mut self, slots: &[HostSlot]) {
+    pub(super) fn cut_at(&mut self, slots: &[HostSlot]) {
         if slots.is_empty() {
             return;
         }

@@ -4,6 +4,7 @@ mod abort;
 mod admission;
 mod commit;
 mod consistency;
+mod forget;
 mod planner;
 mod preempt;
 mod prefix;

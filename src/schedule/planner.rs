@@ -113,7 +113,7 @@ impl Scheduler {
     }
 
     /// Undoes the outstanding plan: growth, copies and lengths. Preemptions and evictions stand.
-    fn rollback(&mut self) {
+    pub(super) fn rollback(&mut self) {
         let swapped = !self.cache.step_swap_outs().is_empty() || !self.cache.step_swap_ins().is_empty();
         self.cache.rollback_step();
         let planned = std::mem::take(&mut self.planned);

@@ -23,6 +23,7 @@ pub(super) fn begin_plan(cache: &mut KvCache, plan: &mut StepPlan) {
     plan.step = cache.begin_step();
     plan.cache_instance = cache.instance();
     plan.fingerprint = cache.config().fingerprint();
+    plan.forgotten_devices = cache.forgotten_devices();
     plan.query_starts.push(0);
 }
 

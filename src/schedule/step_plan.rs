@@ -62,6 +62,7 @@ pub struct StepPlan {
     pub(crate) step: StepId,
     pub(crate) cache_instance: u64,
     pub(crate) fingerprint: u64,
+    pub(crate) forgotten_devices: u64,
     pub(crate) token_ids: Vec<u32>,
     pub(crate) positions: Vec<u32>,
     pub(crate) slot_mapping: Vec<u32>,
@@ -90,6 +91,12 @@ impl StepPlan {
     /// [`CacheConfig::fingerprint`](crate::CacheConfig::fingerprint) of the cache that made the plan.
     pub fn fingerprint(&self) -> u64 {
         self.fingerprint
+    }
+
+    /// How many devices the cache had [forgotten](crate::KvCache::forget_device) when the plan was made: it reads nothing
+    /// that lay on those.
+    pub fn forgotten_devices(&self) -> u64 {
+        self.forgotten_devices
     }
 
     /// Rows of the step, padding included.

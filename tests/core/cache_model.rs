@@ -47,6 +47,7 @@ pub(crate) enum End {
 pub(crate) enum CacheOperation {
     Table(TableOperation),
     Step { during: Vec<TableOperation>, after: Vec<TableOperation>, end: End },
+    LoseDevice,
 }
 
 pub(crate) fn cache_operations() -> impl Strategy<Value = CacheOperation> {
@@ -58,8 +59,9 @@ pub(crate) fn cache_operations() -> impl Strategy<Value = CacheOperation> {
     ];
     let step = (prop::collection::vec(during, 1..8), prop::collection::vec(table_operations(), 0..3), end);
     prop_oneof![
-        1 => table_operations().prop_map(CacheOperation::Table),
-        1 => step.prop_map(|(during, after, end)| CacheOperation::Step { during, after, end }),
+        10 => table_operations().prop_map(CacheOperation::Table),
+        1 => Just(CacheOperation::LoseDevice),
+        10 => step.prop_map(|(during, after, end)| CacheOperation::Step { during, after, end }),
     ]
 }
 
@@ -116,6 +118,7 @@ impl CacheWorld {
                 change(&mut self.cache, &mut self.tables, operation, &mut self.released)
             }
             CacheOperation::Step { during, after, end } => self.step(during, after, *end),
+            CacheOperation::LoseDevice => self.lose_device(),
         }
         self.check();
     }
@@ -162,6 +165,17 @@ impl CacheWorld {
                 }
             }
             _ => self.spent = Some(plan),
+        }
+    }
+
+    /// Every table is empty then, and open still.
+    fn lose_device(&mut self) {
+        self.device.replace();
+        self.cache.forget_device();
+        assert_eq!(self.cache.free_blocks(), self.cache.config().num_blocks());
+        for table in &mut self.tables {
+            table.before = None;
+            table.tokens.clear();
         }
     }
 

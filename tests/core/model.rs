@@ -7,9 +7,9 @@
 use crate::block_states::assert_states_sum;
 use crate::simulated_device::{Device, history, then};
 use paged_kv::{
-    Admission, CacheConfig, CommitError, FinishReason, Namespace, Priority, Rates, Request, RequestError,
-    RequestId, Retention, RowResult, Schedule, Scheduler, SchedulerConfig, SequenceId, StepEvent, StepPlan,
-    WaitReason,
+    Admission, CacheConfig, CacheStats, CommitError, FinishReason, Namespace, Priority, Rates, Request,
+    RequestError, RequestId, Retention, RowResult, Schedule, Scheduler, SchedulerConfig, SequenceId,
+    StepEvent, StepPlan, WaitReason,
 };
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -124,6 +124,9 @@ pub(crate) struct Reached {
     pub(crate) evictions: u64,
     pub(crate) swaps_in: u64,
     pub(crate) cuts: u64,
+    /// Devices lost, and sequences that the host pool kept through it.
+    pub(crate) losses: u64,
+    pub(crate) survivors: u64,
 }
 
 impl Reached {
@@ -139,6 +142,8 @@ impl Reached {
             evictions: self.evictions + other.evictions,
             swaps_in: self.swaps_in + other.swaps_in,
             cuts: self.cuts + other.cuts,
+            losses: self.losses + other.losses,
+            survivors: self.survivors + other.survivors,
         }
     }
 
@@ -155,6 +160,8 @@ impl Reached {
             evictions,
             swaps_in,
             cuts,
+            losses,
+            survivors,
         } = self;
         let rare = [
             preemptions,
@@ -167,6 +174,8 @@ impl Reached {
             evictions,
             swaps_in,
             cuts,
+            losses,
+            survivors,
         ];
         rare.into_iter().min().unwrap_or_default()
     }
@@ -551,6 +560,47 @@ impl<D: Device> World<D> {
     pub(crate) fn lose_transfer(&mut self, index: usize) {
         let Some(report) = self.device.lose(index) else { return };
         self.scheduler.complete_transfers(&[report]);
+    }
+
+    /// Whether blocks are in the host pool.
+    pub(crate) fn has_swapped(&self) -> bool {
+        self.scheduler.cache().stats().host_held_blocks > 0
+    }
+
+    /// Whether blocks are shared.
+    pub(crate) fn has_shared(&self) -> bool {
+        self.scheduler.cache().stats().shared_blocks > 0
+    }
+
+    /// The device is lost, and what was on it. Transfers under way have just `arrived`, or they fail, which is reported
+    /// before or, too late to matter, `after` the scheduler forgets the device.
+    pub(crate) fn lose_device(&mut self, arrived: bool, after: bool) {
+        while arrived && self.device.num_transfers() > 0 {
+            self.complete_transfer(0);
+        }
+        let stale = self.plan.take();
+        let reports = self.device.replace();
+        if !after {
+            self.scheduler.complete_transfers(&reports);
+        }
+        self.scheduler.forget_device();
+        self.settle();
+        self.check();
+        if after {
+            self.scheduler.complete_transfers(&reports);
+        }
+        if let Some(Outstanding { plan, .. }) = stale {
+            let (step, results) = (plan.step(), vec![RowResult::Token(0); plan.logit_rows().len()]);
+            assert_eq!(self.scheduler.commit(plan, &results).unwrap_err(), CommitError::StalePlan { step });
+        }
+        let stats = self.scheduler.stats();
+        assert_eq!(stats.running, 0, "a lost device runs something: {stats:?}");
+        let CacheStats { held_blocks, cached_blocks, host_in_transfer_blocks, .. } = stats.cache;
+        let left = (held_blocks, cached_blocks, host_in_transfer_blocks);
+        assert!(left == (0, 0, 0), "a lost device still holds blocks: {stats:?}");
+        self.reached.losses += 1;
+        let computed = self.chats.keys().filter(|&&id| self.scheduler.computed_tokens(id).unwrap_or(0) > 0);
+        self.reached.survivors += computed.count() as u64;
     }
 
     /// The key of the chat that a sample belongs to.

@@ -45,6 +45,10 @@ enum Operation {
     },
     CompleteTransfer(usize),
     LoseTransfer(usize),
+    LoseDevice {
+        arrived: bool,
+        after: bool,
+    },
     Schedule,
     Run,
     Drop {
@@ -109,6 +113,7 @@ fn operations() -> impl Strategy<Value = Operation> {
         1 => (index(), 0..4u32).prop_map(|(index, sample)| Operation::AbortSample { index, sample }),
         4 => any::<usize>().prop_map(Operation::CompleteTransfer),
         1 => any::<usize>().prop_map(Operation::LoseTransfer),
+        1 => any::<(bool, bool)>().prop_map(|(arrived, after)| Operation::LoseDevice { arrived, after }),
         5 => Just(Operation::Schedule),
         1 => Just(Operation::Run),
         1 => any::<bool>().prop_map(|by_mistake| Operation::Drop { by_mistake }),
@@ -197,6 +202,7 @@ fn apply(world: &mut World<SimulatedDevice>, operation: &Operation) {
         Operation::AbortSample { index, sample } => world.abort_sample(*index, *sample),
         Operation::CompleteTransfer(index) => world.complete_transfer(*index),
         Operation::LoseTransfer(index) => world.lose_transfer(*index),
+        Operation::LoseDevice { arrived, after } => world.lose_device(*arrived, *after),
         Operation::Schedule => drop(world.schedule()),
         Operation::Run => world.run(),
         Operation::Drop { by_mistake } => world.drop_plan(*by_mistake),

@@ -35,6 +35,10 @@ pub(crate) trait Device: Debug {
     fn lose(&mut self, index: usize) -> Option<TransferReport> {
         Some(TransferReport { complete: false, ..self.complete(index)? })
     }
+
+    /// Another device takes its place: blocks and block tables are gone, what had arrived in the host pool is kept.
+    /// Returns the steps whose transfers were under way, which fail.
+    fn replace(&mut self) -> Vec<TransferReport>;
 }
 
 /// Hash of a sequence without tokens.
@@ -154,6 +158,14 @@ impl SimulatedDevice {
         Some(TransferReport { step, complete: true })
     }
 
+    /// Another device takes its place: what had arrived in the host pool is all that is left.
+    pub(crate) fn replace(&mut self) -> Vec<TransferReport> {
+        self.tables.iter_mut().for_each(|table| table.fill(u32::MAX));
+        self.slots.fill(Slot { history: 0, token: u32::MAX });
+        let lost = self.transfers.drain(..);
+        lost.map(|transfer| TransferReport { step: transfer.step, complete: false }).collect()
+    }
+
     fn write(&mut self, plan: &StepPlan, sequence: usize) {
         let rows = plan.query_starts()[sequence] as usize..plan.query_starts()[sequence + 1] as usize;
         let table = plan.table_rows()[sequence] as usize;
@@ -241,6 +253,10 @@ impl Device for SimulatedDevice {
 
     fn complete(&mut self, index: usize) -> Option<TransferReport> {
         self.complete(index)
+    }
+
+    fn replace(&mut self) -> Vec<TransferReport> {
+        self.replace()
     }
 }
 

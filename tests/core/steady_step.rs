@@ -2,56 +2,15 @@
 //!
 //! A binary of its own, because it replaces the global allocator by one that counts.
 #![allow(clippy::unwrap_used)]
-#![allow(
-    unsafe_code,
-    reason = "a global allocator is an unsafe trait; this one counts and calls the system's"
-)]
 
+mod counting_allocator;
+
+use counting_allocator::{held_bytes, num_allocations};
 use paged_kv::{
     Admission, CacheConfig, KvType, ModelShape, Request, RequestId, RowResult, Schedule, Scheduler,
     SchedulerConfig, SplitConfig, WorkSplit,
 };
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
 use std::time::Instant;
-
-thread_local! {
-    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
-    /// Bytes allocated and not freed by this thread.
-    static BYTES: Cell<i64> = const { Cell::new(0) };
-}
-
-fn count(bytes: i64) {
-    BYTES.with(|held| held.set(held.get() + bytes));
-}
-
-struct Counting;
-
-// SAFETY: every call goes to the system's allocator unchanged; the counters are plain cells without destructors.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.with(|count| count.set(count.get() + 1));
-        count(layout.size() as i64);
-        // SAFETY: the caller's promises are passed on.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        count(-(layout.size() as i64));
-        // SAFETY: the caller's promises are passed on.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-
-    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
-        ALLOCATIONS.with(|count| count.set(count.get() + 1));
-        count(new_size as i64 - layout.size() as i64);
-        // SAFETY: the caller's promises are passed on.
-        unsafe { System.realloc(pointer, layout, new_size) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
 
 const SEQUENCES: u32 = 64;
 const CONTEXT: u32 = 1024;
@@ -91,9 +50,9 @@ fn step(scheduler: &mut Scheduler, results: &mut Vec<RowResult>) -> u32 {
 }
 
 fn allocations(work: impl FnOnce()) -> u64 {
-    let before = ALLOCATIONS.with(Cell::get);
+    let before = num_allocations();
     work();
-    ALLOCATIONS.with(Cell::get) - before
+    num_allocations() - before
 }
 
 fn configs() -> [(&'static str, SchedulerConfig, u32); 4] {
@@ -180,9 +139,9 @@ fn bookkeeping_takes_at_most_64_bytes_and_its_tokens_per_block() {
     for (num_blocks, block_size) in [(1_000_000, 16), (1_000_000, 4), (100_000, 256), ((1 << 17) + 1, 16)] {
         let config = CacheConfig::for_blocks(num_blocks, &shape, KvType::F16).unwrap();
         let config = config.with_block_size(block_size).unwrap().with_max_sequences(16).unwrap();
-        let before = BYTES.with(Cell::get);
+        let before = held_bytes();
         let cache = Scheduler::new(SchedulerConfig::default(), config).unwrap();
-        let bytes = (BYTES.with(Cell::get) - before) as f64 / f64::from(num_blocks);
+        let bytes = (held_bytes() - before) as f64 / f64::from(num_blocks);
         println!("{num_blocks} blocks of {block_size} tokens: {bytes:.1} bytes each");
         assert!(bytes <= f64::from(64 + 4 * block_size), "{bytes} bytes");
         drop(cache);

@@ -114,7 +114,8 @@ fn arrows_point_down_only() {
             if floor(&name) > floor(&own) {
                 wrong.push(format!("{} imports crate::{name}", path.display()));
             }
-            if own == "gpu" && name == "cache" {
+            // Tests need a cache to have a plan.
+            if own == "gpu" && name == "cache" && !path.ends_with("tests.rs") {
                 wrong.push(format!(
                     "{} imports crate::cache, whose plans are all it may know",
                     path.display()

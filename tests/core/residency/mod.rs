@@ -8,6 +8,7 @@ mod accounts;
 mod auto;
 mod bounds;
 mod chats;
+mod device_loss;
 mod eviction;
 mod isolation;
 mod prefix;

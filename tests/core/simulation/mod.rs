@@ -2,7 +2,8 @@
 //!
 //! Everything follows from one seed: machines (pool, budgets, policies, prefix cache, host pool) and what happens to them
 //! (bursts, shared system prompts, turns, branches, samples, drafts, priorities, namespaces, retention, cuts, aborts, plans
-//! that are dropped before or after they ran, useless results, transfers that end late, out of order, or not at all). A
+//! that are dropped before or after they ran, useless results, transfers that end late, out of order, or not at all,
+//! devices that are lost). A
 //! [fake model](fake_model) makes every row depend on all keys and values that it reads; what it computes through the
 //! twins is compared with a dense computation on the tokens alone. After every operation, the invariants are checked;
 //! after every step, that no request has waited for longer than its [bound](slowdown).
@@ -83,7 +84,9 @@ impl Simulation {
         if self.traffic.random.chance(30) {
             self.act();
         }
-        if self.traffic.drops() {
+        if self.traffic.lose_device(&mut self.world) {
+            self.slowdown.setback(&self.unfinished());
+        } else if self.traffic.drops() {
             if self.traffic.random.chance(50) {
                 self.world.run();
             }

@@ -70,6 +70,8 @@ pub(crate) struct Traffic {
     /// Percent of steps after which a transfer ends, and of transfers that fail.
     arrives: u32,
     fails: u32,
+    /// Of a thousand steps, those before which the device is lost.
+    losses: u32,
     pub(crate) lookahead: u32,
 }
 
@@ -99,6 +101,7 @@ impl Traffic {
             invalid: random.pick(&[0, 2, 10]),
             arrives: random.pick(&[10, 50, 100]),
             fails: random.pick(&[0, 0, 5, 30]),
+            losses: random.pick(&[0, 1, 5]),
             lookahead: config.lookahead,
             random,
         };
@@ -191,6 +194,21 @@ impl Traffic {
             world.complete_transfer(index)
         }
         fails
+    }
+
+    /// The device is lost, perhaps with a step under way, and rather when blocks are shared or in the host pool. Returns
+    /// whether it was.
+    pub(crate) fn lose_device(&mut self, world: &mut World<TwinDevice>) -> bool {
+        let times = match (world.has_swapped(), world.has_shared()) {
+            (true, _) => 40,
+            (_, true) => 10,
+            _ => 1,
+        };
+        let lost = self.random.below(0..1000) < times * self.losses;
+        if lost {
+            world.lose_device(self.random.chance(50), self.random.chance(50));
+        }
+        lost
     }
 
     /// Which of a step's results is useless.

@@ -31,6 +31,8 @@ pub(crate) struct TwinDevice {
     cpu: CpuCache,
     block_size: u32,
     num_blocks: u32,
+    /// Entries of each block table that plans have sent.
+    sent_entries: Vec<u32>,
     model: FakeModel,
     split: WorkSplit,
     partials: Vec<f32>,
@@ -71,6 +73,19 @@ impl TwinDevice {
         self.transfers.push(plan.step());
     }
 
+    /// No context may reach beyond the entries that this device was sent, whatever an earlier one had.
+    fn note_entries(&mut self, plan: &StepPlan) {
+        for change in plan.table_changes() {
+            let sent = &mut self.sent_entries[change.table_row as usize];
+            assert!(change.first_entry <= *sent, "{change:?} leaves a gap after {sent} entries");
+            *sent = (*sent).max(change.first_entry + change.len);
+        }
+        for (&table, context) in plan.table_rows().iter().zip(plan.context_lens()) {
+            let (needed, sent) = (context.div_ceil(self.block_size), self.sent_entries[table as usize]);
+            assert!(needed <= sent, "table {table} needs {needed} entries and was sent {sent}");
+        }
+    }
+
     fn note(&mut self, plan: &StepPlan) {
         let swaps =
             plan.swap_outs().iter().chain(plan.swap_ins()).flat_map(|swap| [swap.block, swap.host_slot]);
@@ -90,6 +105,7 @@ impl Device for TwinDevice {
             cpu,
             block_size: config.block_size(),
             num_blocks: config.num_blocks(),
+            sent_entries: vec![0; config.max_sequences() as usize],
             model: FakeModel::default(),
             split: WorkSplit::default(),
             partials: Vec::new(),
@@ -103,6 +119,7 @@ impl Device for TwinDevice {
         check_plan(plan, self.block_size, self.num_blocks);
         self.note(plan);
         self.cpu.apply_table_changes(plan);
+        self.note_entries(plan);
         self.move_blocks(plan);
         if !fault!(CopiesAfterAppends) {
             reference::block_copy(&mut self.cpu, plan.block_copies());
@@ -177,5 +194,11 @@ impl Device for TwinDevice {
         // Its blocks never arrive.
         let index = index.checked_rem(self.transfers.len())?;
         Some(TransferReport { step: self.transfers.remove(index), complete: false })
+    }
+
+    fn replace(&mut self) -> Vec<TransferReport> {
+        self.cpu.words_mut().fill(f32::NAN.to_bits());
+        self.sent_entries.fill(0);
+        self.transfers.drain(..).map(|step| TransferReport { step, complete: false }).collect()
     }
 }

@@ -1,0 +1,64 @@
+//! [`Scheduler::forget_device`]: what becomes of sequences when the device is lost.
+
+use crate::schedule::scheduler::{Index, Scheduler};
+use crate::schedule::sequence::State;
+
+impl Scheduler {
+    /// Forgets everything that lay on the device: to be called when the device is lost, before the next
+    /// [`schedule`](Self::schedule). Nobody's tokens are lost, and those generated afterwards are the same.
+    ///
+    /// - A plan that was neither committed nor dropped is rolled back; committing it is
+    ///   [`CommitError::StalePlan`](crate::CommitError::StalePlan). What was asked of its sequences meanwhile (abort, fork,
+    ///   truncate) takes effect.
+    /// - Every sequence that ran is in line again, at its place, and is computed again; that is no preemption. One whose
+    ///   blocks were all in the host pool, and had arrived there, comes back from it.
+    /// - A kept sequence stays kept; what it had on the device is computed again when it is extended.
+    /// - The prefix cache is empty, pinned content included.
+    /// - Under guaranteed admission, whoever was promised its blocks still is, in the order of the line, as far as the pool
+    ///   holds what sequences now need apart: those that shared blocks may not all run side by side any more. The others
+    ///   wait until their blocks can be promised again; none is refused.
+    ///
+    /// Pass on the device part's last reports ([`complete_transfers`](Self::complete_transfers)) first: blocks that have
+    /// not been reported count as lost. `PagedAttention::rebuild` makes the other half: it keeps the host pool, and takes
+    /// no plan that was made before this call.
+    ///
+    /// # Complexity
+    /// O(blocks of the pool + table entries + sequences); under guaranteed admission that for every promised sequence.
+    pub fn forget_device(&mut self) {
+        self.rollback();
+        self.cache.forget_device();
+        self.count_losses();
+        let records: Vec<Index> =
+            (0..self.records.len()).filter(|&index| self.records[index].is_some()).collect();
+        for &index in &records {
+            // In the host pool altogether, and at least in part there: it can return.
+            if self.get(index).computed == 0 {
+                self.release_table(index);
+            }
+            if self.get(index).state == State::Running {
+                self.requeue(index);
+            }
+        }
+        self.matched.index = None;
+        self.resume_at = None;
+        self.closed_at = None;
+        self.refusal = None;
+        self.releases += 1;
+        self.promise_again(records);
+    }
+
+    /// Keeps the promises that hold although nothing is shared any more, first come, first served.
+    fn promise_again(&mut self, mut records: Vec<Index>) {
+        records.retain(|&index| self.get(index).promised);
+        records.sort_unstable_by_key(|&index| self.get(index).place());
+        for &index in &records {
+            self.get_mut(index).promised = false;
+        }
+        for &index in &records {
+            self.get_mut(index).promised = true;
+            if self.check_promise().is_err() && !fault!(LostSharingPromised) {
+                self.get_mut(index).promised = false;
+            }
+        }
+    }
+}
