@@ -37,6 +37,8 @@ pub enum DeviceError {
         /// Bytes that had been created before, and were given back.
         created_bytes: u64,
     },
+    /// The device is lost.
+    DeviceLost,
     /// The device refused an object for another reason.
     Refused {
         /// The object.
@@ -60,6 +62,7 @@ impl fmt::Display for DeviceError {
                 f,
                 "no device memory for {asked_bytes} bytes of {object}, after {created_bytes} bytes had been created"
             ),
+            Self::DeviceLost => f.write_str("the device is lost"),
             Self::Refused { object, reason } => write!(f, "the device refused {object}: {reason}"),
         }
     }
@@ -147,8 +150,14 @@ pub enum BindError {
         /// Bytes asked for.
         asked_bytes: u64,
     },
-    /// The device refused a buffer or a bind group, such as a buffer of another device.
-    Refused,
+    /// The device is lost: see [`PagedAttention::rebuild`](crate::PagedAttention::rebuild).
+    DeviceLost,
+    /// The device refused the tensor's buffer: it is another device's. Buffers of another `wgpu::Instance` go unnoticed, by
+    /// wgpu itself.
+    Refused {
+        /// Which tensor.
+        tensor: &'static str,
+    },
 }
 
 impl fmt::Display for BindError {
@@ -175,7 +184,10 @@ impl fmt::Display for BindError {
             }
             Self::OutputAliases { tensor } => write!(f, "output lies in the buffer of {tensor}"),
             Self::OutOfMemory { asked_bytes } => write!(f, "no device memory for {asked_bytes} bytes"),
-            Self::Refused => f.write_str("the device refused the binding"),
+            Self::DeviceLost => f.write_str("the device is lost"),
+            Self::Refused { tensor } => {
+                write!(f, "the device refused the buffer of {tensor}, which is another device's")
+            }
         }
     }
 }
@@ -183,8 +195,9 @@ impl fmt::Display for BindError {
 impl Error for BindError {}
 
 /// Why a plan cannot be prepared. [`StepsInFlight`](Self::StepsInFlight) and
-/// [`TransfersInFlight`](Self::TransfersInFlight) pass, memory may be had later; each other one means that the plan and
-/// the attention object do not belong together, or that the plan is broken.
+/// [`TransfersInFlight`](Self::TransfersInFlight) pass, memory may be had later, and after
+/// [`DeviceLost`](Self::DeviceLost) comes a [`rebuild`](crate::PagedAttention::rebuild); each other one means that the plan
+/// and the attention object do not belong together, or that the plan is broken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PrepareError {
@@ -369,7 +382,19 @@ pub enum PrepareError {
         /// Most steps that may be on their way.
         max: u32,
     },
-    /// The device has no memory for a staging buffer of the step's swaps, or is lost.
+    /// The device is lost, or was given up by a [`rebuild`](crate::PagedAttention::rebuild) that failed. Drop the plan, and
+    /// rebuild on another device.
+    DeviceLost,
+    /// The plan was made before its cache forgot the device that was lost, and may read what lay there: call
+    /// [`Scheduler::forget_device`](crate::Scheduler::forget_device), or
+    /// [`KvCache::forget_device`](crate::KvCache::forget_device), and plan again.
+    DeviceNotForgotten {
+        /// Devices that the plan's cache had forgotten.
+        forgotten: u64,
+        /// Devices that it must have forgotten.
+        needed: u64,
+    },
+    /// The device has no memory for a staging buffer of the step's swaps.
     StagingOutOfMemory {
         /// Bytes asked for.
         asked_bytes: u64,
@@ -468,6 +493,11 @@ impl fmt::Display for PrepareError {
             Self::TransfersInFlight { max } => {
                 write!(f, "the swaps of {max} steps are on their way: submit, poll the device, collect them")
             }
+            Self::DeviceLost => f.write_str("the device is lost"),
+            Self::DeviceNotForgotten { forgotten, needed } => write!(
+                f,
+                "the plan was made when {forgotten} lost devices had been forgotten instead of {needed}"
+            ),
             Self::StagingOutOfMemory { asked_bytes, held_bytes } => write!(
                 f,
                 "no device memory for {asked_bytes} bytes of staging, besides {held_bytes} bytes that are held"
@@ -485,9 +515,9 @@ impl Error for PrepareError {}
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RecordError {
-    /// The step was prepared by another attention object.
+    /// The step was prepared by another attention object, or before a rebuild.
     ForeignStep,
-    /// The tensors were bound by another attention object.
+    /// The tensors were bound by another attention object, or before a rebuild.
     ForeignTensors,
     /// `record_transfers` was not called before the first layer, or before `record_block_copies`.
     TransfersMissing,

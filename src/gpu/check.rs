@@ -19,6 +19,11 @@ pub(super) struct PlanChecker {
     /// The cache whose blocks are on the device: that of the first plan.
     cache_instance: Option<u64>,
     last_step: u64,
+    /// Whether a plan was prepared on this device, and devices that the last one's cache had forgotten.
+    has_accepted: bool,
+    forgotten_devices: u64,
+    /// Devices that a plan's cache must have forgotten, so that it reads nothing that lay on one before this.
+    needed_forgotten: u64,
     /// Entries per table that recorded steps have written to the device.
     known_entries: Vec<u32>,
     /// `known_entries` as the plan at hand will leave it.
@@ -42,6 +47,9 @@ impl PlanChecker {
             max_sequence_tokens: cache.max_sequence_tokens(),
             cache_instance: None,
             last_step: 0,
+            has_accepted: false,
+            forgotten_devices: 0,
+            needed_forgotten: 0,
             known_entries: vec![0; tables],
             planned_entries: vec![0; tables],
             sorted: Vec::new(),
@@ -63,11 +71,21 @@ impl PlanChecker {
     pub(super) fn accept(&mut self, plan: &StepPlan) {
         self.cache_instance = Some(plan.cache_instance());
         self.last_step = plan.step().raw();
+        self.has_accepted = true;
+        self.forgotten_devices = plan.forgotten_devices();
+    }
+
+    /// Takes the place of `old`, whose device is gone: the cache stays the same, and must have forgotten that device.
+    pub(super) fn succeed(&mut self, old: &Self) {
+        self.cache_instance = old.cache_instance;
+        self.last_step = old.last_step;
+        let forgotten = if old.has_accepted { old.forgotten_devices + 1 } else { 0 };
+        self.needed_forgotten = old.needed_forgotten.max(forgotten);
     }
 
     /// Whether a plan has been prepared, so that the pool may hold something.
     pub(super) fn has_accepted(&self) -> bool {
-        self.cache_instance.is_some()
+        self.has_accepted
     }
 
     /// Takes note that these changes are being written to the device.
@@ -84,6 +102,12 @@ impl PlanChecker {
         }
         if let Some(attention) = self.cache_instance.filter(|&instance| instance != plan.cache_instance()) {
             return Err(PrepareError::CacheInstance { plan: plan.cache_instance(), attention });
+        }
+        if plan.forgotten_devices() < self.needed_forgotten {
+            return Err(PrepareError::DeviceNotForgotten {
+                forgotten: plan.forgotten_devices(),
+                needed: self.needed_forgotten,
+            });
         }
         if plan.step().raw() <= self.last_step {
             return Err(PrepareError::StepNotNewer { step: plan.step().raw(), last: self.last_step });
@@ -273,3 +297,6 @@ fn check_lengths(plan: &StepPlan) -> Result<(), PrepareError> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

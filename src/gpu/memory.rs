@@ -47,6 +47,7 @@ pub(super) fn device_error(
     created_bytes: u64,
 ) -> DeviceError {
     match refusal {
+        Refusal::Lost => DeviceError::DeviceLost,
         Refusal::OutOfMemory => DeviceError::OutOfMemory { object, asked_bytes, created_bytes },
         Refusal::Other(error) => DeviceError::Refused { object, reason: error.to_string() },
     }
@@ -94,6 +95,14 @@ impl DeviceMemory {
         Ok(Self { arenas, tables, partials, layers, layer_stride })
     }
 
+    /// Gives the memory back, whoever holds the buffers.
+    pub(super) fn destroy(&self) {
+        self.arenas
+            .iter()
+            .chain([&self.tables, &self.partials, &self.layers])
+            .for_each(wgpu::Buffer::destroy);
+    }
+
     fn create_layers(
         allocator: &mut Allocator<'_>,
         layer_params: &[LayerParams],
@@ -134,13 +143,12 @@ pub(super) fn create_uniform(
         usage: BufferUsages::UNIFORM,
         mapped_at_creation: true,
     };
-    guarded(device, || {
+    let created = guarded(device, || {
         let buffer = device.create_buffer(&descriptor);
-        // Mapping fails only where the creation did, which the scope reports.
-        if let Ok(mut mapped) = buffer.get_mapped_range_mut(..) {
-            mapped.copy_from_slice(bytes);
-        }
+        // Mapping fails where the creation did, which the scope reports, or on a lost device, of which it knows nothing.
+        buffer.get_mapped_range_mut(..).ok()?.copy_from_slice(bytes);
         buffer.unmap();
-        buffer
-    })
+        Some(buffer)
+    });
+    created?.ok_or(Refusal::Lost)
 }

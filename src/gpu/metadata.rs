@@ -13,7 +13,7 @@
 use crate::error::PrepareError;
 use crate::gpu::params::{STEP_PARAMS_WORDS, StepParams};
 use crate::gpu::pipelines::Layouts;
-use crate::gpu::scope::guarded;
+use crate::gpu::scope::{Refusal, guarded};
 use crate::schedule::{PrefillItem, StepPlan, TableChange, WorkSplit};
 use std::sync::Arc;
 use wgpu::{
@@ -106,8 +106,8 @@ impl MetadataSlots {
         let index = self.free_slot(context, words)?;
         let slot = &mut self.slots[index];
         pack(plan, split, header_words, &mut self.words, &mut slot.record);
-        let bytes = bytemuck::cast_slice(&self.words);
-        queue.write_buffer(&slot.buffer, 0, bytes);
+        let bytes: &[u8] = bytemuck::cast_slice(&self.words);
+        write(context.device, queue, &slot.buffer, bytes)?;
         Ok((index, Arc::clone(&slot.lease), bytes.len() as u64))
     }
 
@@ -137,6 +137,27 @@ impl MetadataSlots {
         self.slots.push(create_slot(context, words, StepRecord::default())?);
         self.num_created += 1;
         Ok(())
+    }
+}
+
+/// Uploads `bytes` to the start of `buffer`, which has room for them.
+fn write(
+    device: &wgpu::Device,
+    queue: &wgpu::Queue,
+    buffer: &wgpu::Buffer,
+    bytes: &[u8],
+) -> Result<(), PrepareError> {
+    let asked_bytes = bytes.len() as u64;
+    // In the place of `Queue::write_buffer`, which costs as much and does not say that the device is lost.
+    let written = guarded(device, || {
+        let mut view = queue.write_buffer_with(buffer, 0, asked_bytes.try_into().ok()?)?;
+        view.copy_from_slice(bytes);
+        Some(())
+    });
+    match written {
+        Ok(Some(())) => Ok(()),
+        Ok(None) | Err(Refusal::Lost) => Err(PrepareError::DeviceLost),
+        Err(_) => Err(PrepareError::OutOfMemory { asked_bytes }),
     }
 }
 
@@ -174,8 +195,10 @@ fn create_slot(
         });
         (buffer, group)
     };
-    let (buffer, group) =
-        guarded(context.device, create).map_err(|_| PrepareError::OutOfMemory { asked_bytes: bytes })?;
+    let (buffer, group) = guarded(context.device, create).map_err(|refusal| match refusal {
+        Refusal::Lost => PrepareError::DeviceLost,
+        _ => PrepareError::OutOfMemory { asked_bytes: bytes },
+    })?;
     Ok(Slot { lease: Arc::new(()), capacity_words, buffer, group, record })
 }
 

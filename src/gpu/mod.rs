@@ -10,6 +10,9 @@
 //! A plan that swaps blocks has one call more: [`poll_transfers`](PagedAttention::poll_transfers), once per step or
 //! frame, after the application has polled its device. It collects the bytes that have arrived.
 //!
+//! When the device is lost, [`prepare`](PagedAttention::prepare) says so, and [`rebuild`](PagedAttention::rebuild) goes on
+//! with another one.
+//!
 //! Nothing here submits, polls or blocks. The library asks wgpu for two things that outlive a call: to be told when a
 //! submission has completed, so that it knows when a step's metadata may be overwritten; and, only for a plan that swaps
 //! blocks, to map its own staging buffers when that submission has completed.
@@ -23,6 +26,7 @@ mod metadata;
 mod options;
 mod params;
 mod pipelines;
+mod rebuild;
 mod record;
 mod scope;
 mod setup;
@@ -50,6 +54,7 @@ use metadata::{MetadataSlots, SlotContext};
 use params::{LayerParams, STEP_PARAMS_WORDS};
 use pipelines::{Compilation, Layouts, Pipelines};
 use record::Progress;
+use scope::is_lost;
 use setup::{QueryTiles, check_shape, layer_params, partial_bytes, split_config, variant};
 use std::sync::atomic::{AtomicU64, Ordering};
 use tensors::Binder;
@@ -91,14 +96,19 @@ pub mod shaders {
 /// # Ok(())
 /// # }
 /// ```
+///
+/// On native backends it is `Send` and `Sync`, as are [`BoundTensors`] and [`PreparedStep`]: it may be made on one thread
+/// and used on another, and several of them, for models and caches of their own, may share a device.
 pub struct PagedAttention {
     instance: u64,
     device: wgpu::Device,
     queue: wgpu::Queue,
     shape: ModelShape,
     cache: CacheConfig,
+    options: AttentionOptions,
+    /// The device was given up, and no other one has taken its place.
+    is_retired: bool,
     capabilities: Capabilities,
-    activations: ActivationType,
     compilation: Compilation,
     arenas: ArenaLayout,
     memory: DeviceMemory,
@@ -113,6 +123,8 @@ pub struct PagedAttention {
     split: WorkSplit,
     transfers: Transfers,
     stats: AttentionStats,
+    /// What was made and counted on devices before this one.
+    made_before: AttentionStats,
 }
 
 impl PagedAttention {
@@ -125,8 +137,8 @@ impl PagedAttention {
     /// `shape` and `cache` are those of the scheduler whose plans will be prepared.
     ///
     /// # Errors
-    /// [`DeviceError`]: among others when the device has no memory for the pool, or when the limits that the
-    /// application enabled are too low for it. Nothing reaches the application's handler of uncaptured errors.
+    /// [`DeviceError`]: among others when the device has no memory for the pool, when the limits that the application
+    /// enabled are too low for it, or when the device is lost. Nothing reaches the application's handler of uncaptured errors.
     pub fn new(
         device: &wgpu::Device,
         queue: &wgpu::Queue,
@@ -185,11 +197,12 @@ impl PagedAttention {
         stats.bind_groups_created = groups.count();
         let mut attention = Self {
             instance: next_instance(),
+            options,
+            is_retired: false,
             device: device.clone(),
             queue: queue.clone(),
             shape,
             cache,
-            activations: options.activations,
             compilation,
             arenas,
             memory,
@@ -203,10 +216,12 @@ impl PagedAttention {
             split: WorkSplit::default(),
             transfers,
             stats,
+            made_before: AttentionStats::default(),
             capabilities,
         };
         attention.fill_slots(stats)?;
-        Ok(attention)
+        // Kernels take their time to compile, and what a lost device has made looks like any other.
+        if is_lost(device) { Err(DeviceError::DeviceLost) } else { Ok(attention) }
     }
 
     /// Records that the pool and the block tables are zero.
@@ -214,7 +229,7 @@ impl PagedAttention {
     /// wgpu zeroes a buffer at its first use: without this call, the first step does it, and a pool of gigabytes delays
     /// the first token. Submit it while the model is being loaded. Does nothing once a step has been prepared.
     pub fn record_initialization(&mut self, encoder: &mut CommandEncoder) {
-        if self.checker.has_accepted() {
+        if self.is_retired || self.checker.has_accepted() {
             return;
         }
         encoder.push_debug_group("paged_kv.initialization");
@@ -227,16 +242,19 @@ impl PagedAttention {
     /// Checks and binds the tensors that layers read and write; to be kept, not made anew in each step.
     ///
     /// # Errors
-    /// [`BindError`] when a slice does not have the rows it claims, is misaligned, lacks `STORAGE` usage, or when the
-    /// output shares a buffer with an input.
+    /// [`BindError`] when a slice does not have the rows it claims, is misaligned, lacks `STORAGE` usage, when the output
+    /// shares a buffer with an input, when a buffer is another device's, or when the device is lost.
     pub fn bind_tensors(&mut self, tensors: &LayerTensors<'_>) -> Result<BoundTensors, BindError> {
+        if self.is_retired {
+            return Err(BindError::DeviceLost);
+        }
         let binder = Binder {
             device: &self.device,
             layouts: &self.layouts,
             attention: self.instance,
             block: *self.cache.layout(),
             num_query_heads: self.shape.num_query_heads,
-            activations: self.activations,
+            activations: self.options.activations,
             storage_alignment: self.capabilities.storage_alignment,
             max_tensor_bytes: self.capabilities.max_tensor_bytes,
         };
@@ -248,7 +266,12 @@ impl PagedAttention {
 
     /// Checks every number of a plan, splits its work, and uploads its metadata with one `Queue::write_buffer`.
     ///
-    /// In steady state this allocates nothing, and creates no buffer and no bind group. Nothing is submitted.
+    /// In steady state this creates no buffer and no bind group, and allocates nothing but what wgpu does for an upload.
+    /// Nothing is submitted.
+    ///
+    /// This is where an application learns that its device is lost, apart from wgpu's own callback
+    /// (`wgpu::Device::set_device_lost_callback`, which the library leaves alone): every other call on a lost device
+    /// returns as if it had done something.
     ///
     /// A plan that swaps blocks takes staging buffers, new ones where too few are idle, and copies the blocks that return
     /// into them. The slots that its blocks go to are the step's from now on: what they held is lost, whether the step is
@@ -256,8 +279,12 @@ impl PagedAttention {
     ///
     /// # Errors
     /// [`PrepareError`]: the plan was not made for this cache, is older than another one that was prepared, or has a
-    /// number that no shader must see; too many steps are in flight; or a block is to return that is not in the host pool.
+    /// number that no shader must see; too many steps are in flight; a block is to return that is not in the host pool; or
+    /// the device is lost. The plan is to be dropped then, and nothing has changed.
     pub fn prepare(&mut self, plan: &StepPlan) -> Result<PreparedStep, PrepareError> {
+        if self.is_retired {
+            return Err(PrepareError::DeviceLost);
+        }
         self.checker.check(plan)?;
         self.split.split(plan, &self.split_config);
         self.check_fixed_spans(plan)?;
@@ -340,11 +367,12 @@ impl PagedAttention {
 
     /// Sizes and counts.
     pub fn stats(&self) -> AttentionStats {
-        let slots = self.slots.num_created;
+        let (slots, before) = (self.slots.num_created, &self.made_before);
         self.transfers.add_to(AttentionStats {
             metadata_bytes: self.slots.bytes(),
-            buffers_created: self.stats.buffers_created + slots,
-            bind_groups_created: self.stats.bind_groups_created + slots,
+            buffers_created: before.buffers_created + self.stats.buffers_created + slots,
+            bind_groups_created: before.bind_groups_created + self.stats.bind_groups_created + slots,
+            pipelines_created: before.pipelines_created + self.stats.pipelines_created,
             ..self.stats
         })
     }
@@ -357,6 +385,7 @@ impl PagedAttention {
                 asked_bytes,
                 created_bytes: stats.arena_bytes + stats.table_bytes + stats.scratch_bytes,
             },
+            PrepareError::DeviceLost => DeviceError::DeviceLost,
             error => DeviceError::Refused { object: "step metadata", reason: error.to_string() },
         })
     }

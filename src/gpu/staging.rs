@@ -14,7 +14,7 @@
 use crate::config::ArenaLayout;
 use crate::error::PrepareError;
 use crate::gpu::host_pool::SwappedBlock;
-use crate::gpu::scope::guarded;
+use crate::gpu::scope::{Refusal, guarded};
 use std::ops::Range;
 use wgpu::{Buffer, BufferDescriptor, BufferUsages};
 
@@ -164,7 +164,7 @@ impl StagingBuffers {
     /// `count` buffers, new ones where too few are idle.
     ///
     /// # Errors
-    /// When the device has no memory for one, or refuses it. None is taken then.
+    /// When the device has no memory for one, refuses it, or is lost. None is taken then.
     pub(super) fn take(&mut self, device: &wgpu::Device, count: usize) -> Result<Vec<Buffer>, PrepareError> {
         let mut taken = self.idle.split_off(self.idle.len().saturating_sub(count));
         while taken.len() < count {
@@ -187,15 +187,16 @@ impl StagingBuffers {
             mapped_at_creation: self.usage.contains(BufferUsages::MAP_WRITE),
         };
         let buffer =
-            guarded(device, || device.create_buffer(&descriptor)).map_err(|_| self.out_of_memory())?;
+            guarded(device, || device.create_buffer(&descriptor)).map_err(|refusal| match refusal {
+                Refusal::Lost => PrepareError::DeviceLost,
+                _ => PrepareError::StagingOutOfMemory {
+                    asked_bytes: self.bytes,
+                    held_bytes: self.held_bytes(),
+                },
+            })?;
         self.num_held += 1;
         self.num_created += 1;
         Ok(buffer)
-    }
-
-    /// The error of a buffer that cannot be had.
-    pub(super) fn out_of_memory(&self) -> PrepareError {
-        PrepareError::StagingOutOfMemory { asked_bytes: self.bytes, held_bytes: self.held_bytes() }
     }
 
     /// Keeps buffers that are as idle ones must be, or lets go of them where enough are idle.
@@ -203,6 +204,12 @@ impl StagingBuffers {
         let room = MAX_IDLE_BUFFERS.saturating_sub(self.idle.len());
         self.num_held -= buffers.len().saturating_sub(room) as u64;
         self.idle.extend(buffers.into_iter().take(room));
+    }
+
+    /// Begins anew: their device is given up, and all that were taken have been given back or discarded.
+    pub(super) fn clear(&mut self) {
+        self.idle.clear();
+        (self.num_held, self.num_created) = (0, 0);
     }
 
     /// Lets go of buffers.

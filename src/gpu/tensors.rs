@@ -10,7 +10,10 @@ use crate::gpu::params::TensorParams;
 use crate::gpu::pipelines::Layouts;
 use crate::gpu::scope::{Refusal, guarded};
 use std::num::NonZeroU64;
-use wgpu::{BindGroupDescriptor, BindGroupEntry, BindingResource, BufferBinding, BufferUsages};
+use wgpu::{
+    BindGroup, BindGroupDescriptor, BindGroupEntry, BindGroupLayout, BindingResource, BufferBinding,
+    BufferUsages,
+};
 
 /// Rows of [activations](crate::ActivationType) within a buffer of the application.
 ///
@@ -47,8 +50,8 @@ pub struct LayerTensors<'a> {
 pub struct BoundTensors {
     pub(super) attention: u64,
     pub(super) rows: u32,
-    pub(super) append: wgpu::BindGroup,
-    pub(super) attend: wgpu::BindGroup,
+    pub(super) append: BindGroup,
+    pub(super) attend: BindGroup,
 }
 
 impl BoundTensors {
@@ -90,42 +93,47 @@ impl Binder<'_> {
             output_stride: output.row_stride / 4,
         };
         let bytes = bytemuck::bytes_of(&params);
-        let refused = |refusal| match refusal {
-            Refusal::OutOfMemory => BindError::OutOfMemory { asked_bytes: bytes.len() as u64 },
-            Refusal::Other(_) => BindError::Refused,
-        };
-        let params = create_uniform(self.device, "paged_kv.tensors", bytes).map_err(refused)?;
-        let group = |label, layout, first: (&TensorSlice<'_>, u64), second: (&TensorSlice<'_>, u64)| {
-            let resources = [params.as_entire_binding(), resource(first), resource(second)];
+        let params = create_uniform(self.device, "paged_kv.tensors", bytes)
+            .map_err(|refusal| bind_error(refusal, "parameters", bytes.len() as u64))?;
+        let tensor = |name, slice, bytes| Tensor { name, slice, bytes };
+        let append = self.group(
+            "paged_kv.append_tensors",
+            &self.layouts.append_tensors,
+            &params,
+            [tensor("key", key, key_bytes), tensor("value", value, value_bytes)],
+        )?;
+        let attend = self.group(
+            "paged_kv.attention_tensors",
+            &self.layouts.attention_tensors,
+            &params,
+            [tensor("query", query, query_bytes), tensor("output", output, output_bytes)],
+        )?;
+        let rows = query.rows.min(key.rows).min(value.rows).min(output.rows);
+        Ok(BoundTensors { attention: self.attention, rows, append, attend })
+    }
+
+    fn group(
+        &self,
+        label: &str,
+        layout: &BindGroupLayout,
+        params: &wgpu::Buffer,
+        [first, second]: [Tensor<'_>; 2],
+    ) -> Result<BindGroup, BindError> {
+        let create = |layout, first: &Tensor<'_>, second: &Tensor<'_>| {
+            let resources = [params.as_entire_binding(), first.resource(), second.resource()];
             let entries: Vec<_> = (0..)
                 .zip(resources)
                 .map(|(binding, resource)| BindGroupEntry { binding, resource })
                 .collect();
-            self.device.create_bind_group(&BindGroupDescriptor {
-                label: Some(label),
-                layout,
-                entries: &entries,
-            })
+            let descriptor = BindGroupDescriptor { label: Some(label), layout, entries: &entries };
+            guarded(self.device, || self.device.create_bind_group(&descriptor))
         };
-        let (append, attend) = guarded(self.device, || {
-            (
-                group(
-                    "paged_kv.append_tensors",
-                    &self.layouts.append_tensors,
-                    (key, key_bytes),
-                    (value, value_bytes),
-                ),
-                group(
-                    "paged_kv.attention_tensors",
-                    &self.layouts.attention_tensors,
-                    (query, query_bytes),
-                    (output, output_bytes),
-                ),
-            )
+        create(layout, &first, &second).map_err(|refusal| {
+            // Which of the two it was, the first one tells, bound by itself where both are only read.
+            let first_is_refused = create(&self.layouts.append_tensors, &first, &first).is_err();
+            let refused = if first_is_refused { &first } else { &second };
+            bind_error(refusal, refused.name, refused.bytes)
         })
-        .map_err(refused)?;
-        let rows = query.rows.min(key.rows).min(value.rows).min(output.rows);
-        Ok(BoundTensors { attention: self.attention, rows, append, attend })
     }
 
     /// Checks a slice whose rows have `row_elements` elements and returns its bytes.
@@ -172,10 +180,27 @@ impl Binder<'_> {
     }
 }
 
-fn resource<'a>((slice, bytes): (&TensorSlice<'a>, u64)) -> BindingResource<'a> {
-    BindingResource::Buffer(BufferBinding {
-        buffer: slice.buffer,
-        offset: slice.offset,
-        size: NonZeroU64::new(bytes),
-    })
+/// A slice that was checked.
+struct Tensor<'a> {
+    name: &'static str,
+    slice: &'a TensorSlice<'a>,
+    bytes: u64,
+}
+
+impl Tensor<'_> {
+    fn resource(&self) -> BindingResource<'_> {
+        BindingResource::Buffer(BufferBinding {
+            buffer: self.slice.buffer,
+            offset: self.slice.offset,
+            size: NonZeroU64::new(self.bytes),
+        })
+    }
+}
+
+fn bind_error(refusal: Refusal, tensor: &'static str, asked_bytes: u64) -> BindError {
+    match refusal {
+        Refusal::Lost => BindError::DeviceLost,
+        Refusal::OutOfMemory => BindError::OutOfMemory { asked_bytes },
+        Refusal::Other(_) => BindError::Refused { tensor },
+    }
 }

@@ -71,6 +71,8 @@ pub(super) struct Transfers {
     writable: StagingBuffers,
     stamps: StagingBuffers,
     in_flight: Vec<Transfer>,
+    /// Of transfers that ended with their device.
+    ended: Vec<TransferReport>,
     block_bytes: u64,
     blocks_out: u64,
     blocks_in: u64,
@@ -94,6 +96,7 @@ impl Transfers {
             stamps: StagingBuffers::readable("paged_kv.swap_stamp", STAMP_BYTES),
             layout,
             in_flight: Vec::new(),
+            ended: Vec::new(),
             block_bytes: cache.bytes_per_block(),
             blocks_out: 0,
             blocks_in: 0,
@@ -157,7 +160,7 @@ impl Transfers {
             else {
                 // Only of a device that is lost can an idle buffer be without its mapping.
                 self.writable.discard(std::mem::take(&mut staging.writable));
-                return Err(self.writable.out_of_memory());
+                return Err(PrepareError::DeviceLost);
             };
             let block = self.pool.block(ins[segment.index].host_slot)?;
             view.copy_from_slice(&block[segment.host_range()]);
@@ -212,7 +215,7 @@ impl Transfers {
 
     /// Collects the transfers whose end is known, one report for each.
     pub(super) fn poll(&mut self) -> Vec<TransferReport> {
-        let mut reports = Vec::new();
+        let mut reports = std::mem::take(&mut self.ended);
         let mut index = 0;
         while let Some(transfer) = self.in_flight.get_mut(index) {
             match transfer.outcome() {
@@ -224,6 +227,26 @@ impl Transfers {
             }
         }
         reports
+    }
+
+    /// Ends all transfers, for the device is given up: what has arrived by now is kept, and the rest never will. The next
+    /// [`poll`](Self::poll) reports them.
+    pub(super) fn abandon(&mut self) {
+        let mut reports = self.poll();
+        for transfer in std::mem::take(&mut self.in_flight) {
+            reports.push(self.end(transfer, false));
+        }
+        self.ended = reports;
+        for staging in [&mut self.readable, &mut self.writable, &mut self.stamps] {
+            staging.clear();
+        }
+    }
+
+    /// Takes over the host pool, the reports and the counts of `old`, which was abandoned.
+    pub(super) fn succeed(&mut self, old: &mut Self) {
+        std::mem::swap(&mut self.pool, &mut old.pool);
+        std::mem::swap(&mut self.ended, &mut old.ended);
+        (self.blocks_out, self.blocks_in) = (old.blocks_out, old.blocks_in);
     }
 
     fn end(&mut self, transfer: Transfer, has_arrived: bool) -> TransferReport {

@@ -187,6 +187,22 @@ pub(crate) fn noop_device(
         .expect("a noop adapter grants what it was made to offer")
 }
 
+/// A noop device that binds 4 PiB: for asking it for memory that no machine has. Only without its flags does wgpu pass on
+/// limits beyond 32 bits.
+pub(crate) fn open_noop_without_limits() -> TestDevice {
+    let limits =
+        Limits { max_storage_buffer_binding_size: 1 << 52, max_buffer_size: 1 << 52, ..Limits::default() };
+    let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
+    descriptor.flags = wgpu::InstanceFlags::empty();
+    descriptor.backend_options.noop =
+        wgpu::NoopBackendOptions { enable: true, limits: Some(limits.clone()), ..Default::default() };
+    let found = wgpu::Instance::new(descriptor).enumerate_adapters(Backends::NOOP).block_on();
+    let adapter = found.into_iter().next().expect("wgpu's noop backend has one adapter");
+    TestAdapter::new(adapter)
+        .request_device(limits, Features::empty())
+        .expect("a noop adapter grants what it was made to offer")
+}
+
 /// All adapters of the machine, each once: a driver may be listed twice, and DX12 repeats its own.
 fn find_adapters() -> Vec<TestAdapter> {
     let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle());

@@ -1,9 +1,14 @@
 //! Tests of the device part.
 
+mod after_loss;
 #[path = "../core/bug_cases.rs"]
 mod bug_cases;
+#[path = "../core/counting_allocator.rs"]
+mod counting_allocator;
 mod device;
+mod device_loss;
 mod device_rig;
+mod embedding;
 mod kernel_bugs;
 mod kernels;
 mod outside_readers;

@@ -7,10 +7,9 @@ use paged_kv::{
     KvCache, KvType, LayerTensors, ModelShape, PagedAttention, PrepareError, RecordError, StepBuilder,
     StepPlan, TableId, TensorSlice,
 };
-use pollster::FutureExt as _;
 use wgpu::{BufferUsages, Features, Limits};
 
-use crate::device::{TestDevice, noop_device};
+use crate::device::{TestDevice, noop_device, open_noop_without_limits};
 use crate::device_rig::{announce_left_out, on_each_adapter_but_gl, open};
 
 const SHAPE: ModelShape = ModelShape { num_layers: 3, num_query_heads: 6, num_kv_heads: 2, head_dim: 16 };
@@ -489,20 +488,8 @@ fn a_pool_beyond_the_limits_is_refused_with_both_numbers() {
 
 #[test]
 fn out_of_memory_is_an_error_with_the_bytes_and_not_the_applications_problem() {
-    // No machine has the 128 TiB that partial results of a million heads would take here. Only without its flags does
-    // wgpu pass on limits beyond 32 bits.
-    let limits =
-        Limits { max_storage_buffer_binding_size: 1 << 52, max_buffer_size: 1 << 52, ..Limits::default() };
-    let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
-    descriptor.flags = wgpu::InstanceFlags::empty();
-    descriptor.backend_options.noop =
-        wgpu::NoopBackendOptions { enable: true, limits: Some(limits.clone()), ..Default::default() };
-    let adapters = wgpu::Instance::new(descriptor).enumerate_adapters(wgpu::Backends::NOOP).block_on();
-    let required_limits = limits;
-    let (device, queue) = adapters[0]
-        .request_device(&wgpu::DeviceDescriptor { required_limits, ..Default::default() })
-        .block_on()
-        .expect("a noop adapter grants what it was made to offer");
+    // No machine has the 128 TiB that partial results of a million heads would take here.
+    let TestDevice { device, queue, .. } = open_noop_without_limits();
     device.on_uncaptured_error(std::sync::Arc::new(|error| panic!("reached the application: {error}")));
 
     let shape = ModelShape { num_layers: 2, num_query_heads: 1 << 20, num_kv_heads: 1, head_dim: 256 };

@@ -12,7 +12,7 @@ use paged_kv::{
 };
 use wgpu::{CommandEncoder, Features, Limits};
 
-use crate::device::{TestAdapter, TestDevice, noop_device, on_each_adapter};
+use crate::device::{TestAdapter, TestDevice, noop_device, on_each_adapter, open_noop_without_limits};
 use crate::device_rig::{DeviceRig, on_each_adapter_but_gl, open};
 use crate::rig::{Random, Rig, Tensors};
 
@@ -566,17 +566,7 @@ fn check_destroyed_device(open: impl Fn() -> TestDevice) {
 #[test]
 fn staging_that_cannot_be_had_is_an_error_with_the_bytes_and_costs_nothing() {
     // As in the test of memory for the pool: no machine has 256 TiB.
-    let limits =
-        Limits { max_storage_buffer_binding_size: 1 << 52, max_buffer_size: 1 << 52, ..Limits::default() };
-    let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
-    descriptor.flags = wgpu::InstanceFlags::empty();
-    descriptor.backend_options.noop =
-        wgpu::NoopBackendOptions { enable: true, limits: Some(limits.clone()), ..Default::default() };
-    let instance = wgpu::Instance::new(descriptor);
-    let adapters = pollster::block_on(instance.enumerate_adapters(wgpu::Backends::NOOP));
-    let descriptor = wgpu::DeviceDescriptor { required_limits: limits, ..Default::default() };
-    let (device, queue) = pollster::block_on(adapters[0].request_device(&descriptor))
-        .expect("a noop adapter grants what it was made to offer");
+    let TestDevice { device, queue, .. } = open_noop_without_limits();
     device.on_uncaptured_error(Arc::new(|error| panic!("reached the application: {error}")));
 
     let config = CacheConfig::for_blocks(12, &SHAPE, KvType::F16)

@@ -1,0 +1,178 @@
+//! Plans that nobody can build, each with one number wrong: what the shaders, which check nothing, must never see.
+
+use super::PlanChecker;
+use crate::config::{CacheConfig, KvType, ModelShape};
+use crate::error::PrepareError;
+use crate::ids::TableId;
+use crate::schedule::{StepBuilder, StepPlan};
+use crate::{BlockCopy, KvCache};
+
+/// Twelve blocks of four tokens, tables of 24 tokens, three of them.
+fn config() -> CacheConfig {
+    let shape = ModelShape { num_layers: 1, num_query_heads: 1, num_kv_heads: 1, head_dim: 8 };
+    CacheConfig::for_blocks(12, &shape, KvType::F16)
+        .and_then(|config| config.with_block_size(4))
+        .and_then(|config| config.with_max_sequences(3))
+        .and_then(|config| config.with_max_sequence_tokens(24))
+        .expect("a valid configuration")
+}
+
+fn plan(cache: &mut KvCache, pushes: &[(TableId, u32)]) -> StepPlan {
+    let mut builder = StepBuilder::new(cache);
+    for &(table, rows) in pushes {
+        builder.push(table, &vec![7; rows as usize]).expect("room in the pool");
+    }
+    builder.finish()
+}
+
+/// Six rows of one sequence in blocks 0 and 1, one row of another in block 2.
+fn two_sequences() -> StepPlan {
+    let mut cache = KvCache::new(config());
+    let tables = [(); 2].map(|()| cache.create(24).expect("a free table"));
+    plan(&mut cache, &[(tables[0], 6), (tables[1], 1)])
+}
+
+fn check(plan: &StepPlan) -> Result<(), PrepareError> {
+    PlanChecker::new(&config()).check(plan)
+}
+
+#[test]
+fn one_wrong_number_is_refused_by_its_name() {
+    assert_eq!(check(&two_sequences()), Ok(()));
+    type Break = fn(&mut StepPlan);
+    let cases: [(Break, PrepareError); 25] = [
+        (
+            |plan| plan.positions.truncate(6),
+            PrepareError::Length { array: "positions", actual: 6, expected: 7 },
+        ),
+        (
+            |plan| plan.slot_mapping.push(9),
+            PrepareError::Length { array: "slot_mapping", actual: 8, expected: 7 },
+        ),
+        (
+            |plan| plan.query_starts.truncate(2),
+            PrepareError::Length { array: "query_starts", actual: 2, expected: 3 },
+        ),
+        (
+            |plan| plan.table_rows.push(2),
+            PrepareError::Length { array: "table_rows", actual: 3, expected: 2 },
+        ),
+        (
+            |plan| plan.changed_entries.push(3),
+            PrepareError::Length { array: "changed_entries", actual: 4, expected: 3 },
+        ),
+        (
+            |plan| plan.table_changes[1].start = 1,
+            PrepareError::Length { array: "changed_entries", actual: 1, expected: 2 },
+        ),
+        (|plan| plan.query_starts[0] = 1, PrepareError::QueryStarts { sequence: 0, start: 1, end: 6 }),
+        (|plan| plan.query_starts[1] = 8, PrepareError::QueryStarts { sequence: 0, start: 0, end: 8 }),
+        (|plan| plan.query_starts[2] = 5, PrepareError::QueryStarts { sequence: 1, start: 6, end: 5 }),
+        (|plan| plan.query_starts[2] = 6, PrepareError::RowWithoutSequence { row: 6 }),
+        (
+            |plan| plan.context_lens[0] = 5,
+            PrepareError::RowsExceedContext { sequence: 0, rows: 6, context: 5 },
+        ),
+        (
+            |plan| plan.context_lens[0] = 25,
+            PrepareError::ContextTooLong { sequence: 0, context: 25, max: 24 },
+        ),
+        (|plan| plan.context_lens[0] = 9, PrepareError::EntriesUnknown { sequence: 0, needed: 3, known: 2 }),
+        (|plan| plan.table_rows[1] = 3, PrepareError::TableRow { table_row: 3, max_sequences: 3 }),
+        (
+            |plan| plan.table_changes[1].table_row = u32::MAX,
+            PrepareError::TableRow { table_row: u32::MAX, max_sequences: 3 },
+        ),
+        (
+            |plan| plan.table_changes[1].first_entry = 1,
+            PrepareError::TableRange { table_row: 1, first_entry: 1, len: 1, entries: 0 },
+        ),
+        (
+            |plan| plan.table_changes[1].len = u32::MAX,
+            PrepareError::TableRange { table_row: 1, first_entry: 0, len: u32::MAX, entries: 6 },
+        ),
+        (|plan| plan.changed_entries[0] = 12, PrepareError::BlockOutOfRange { block: 12, num_blocks: 12 }),
+        (|plan| plan.slot_mapping[3] = 48, PrepareError::SlotOutOfRange { row: 3, slot: 48, num_slots: 48 }),
+        (|plan| plan.slot_mapping[6] = 5, PrepareError::SlotTwice { slot: 5 }),
+        (|plan| copies(plan, &[(0, 12)]), PrepareError::BlockOutOfRange { block: 12, num_blocks: 12 }),
+        (|plan| copies(plan, &[(12, 0)]), PrepareError::BlockOutOfRange { block: 12, num_blocks: 12 }),
+        (|plan| copies(plan, &[(3, 4), (5, 3)]), PrepareError::CopyConflict { block: 3 }),
+        (|plan| copies(plan, &[(3, 4), (5, 4)]), PrepareError::CopyDestinationTwice { block: 4 }),
+        (
+            |plan| plan.fingerprint = 0,
+            PrepareError::Fingerprint { plan: 0, attention: config().fingerprint() },
+        ),
+    ];
+    for (number, (break_it, expected)) in cases.into_iter().enumerate() {
+        let mut plan = two_sequences();
+        break_it(&mut plan);
+        assert_eq!(check(&plan), Err(expected), "case {number}");
+    }
+}
+
+fn copies(plan: &mut StepPlan, pairs: &[(u32, u32)]) {
+    plan.block_copies =
+        pairs.iter().map(|&(source, destination)| BlockCopy { source, destination }).collect();
+}
+
+#[test]
+fn a_refused_plan_leaves_the_checker_as_it_was() {
+    let mut cache = KvCache::new(config());
+    let table = cache.create(24).expect("a free table");
+    let mut checker = PlanChecker::new(&config());
+    let mut broken = plan(&mut cache, &[(table, 6)]);
+    broken.slot_mapping[0] = 48;
+    assert!(checker.check(&broken).is_err());
+    assert!(!checker.has_accepted());
+    // Its table changes were not recorded either.
+    let next = plan(&mut cache, &[(table, 6)]);
+    assert_eq!(checker.check(&next), Ok(()));
+    assert!(!next.changed_entries.is_empty());
+}
+
+#[test]
+fn on_a_new_device_plans_must_have_forgotten_the_old_one() {
+    let mut cache = KvCache::new(config());
+    let table = cache.create(24).expect("a free table");
+    let mut first = PlanChecker::new(&config());
+    let succeed = |old: &PlanChecker| {
+        let mut checker = PlanChecker::new(&config());
+        checker.succeed(old);
+        checker
+    };
+    // Nothing was ever prepared: nothing is to be forgotten.
+    assert_eq!(succeed(&first).check(&plan(&mut cache, &[(table, 6)])), Ok(()));
+
+    let step = plan(&mut cache, &[(table, 6)]);
+    assert_eq!(first.check(&step), Ok(()));
+    first.accept(&step);
+    first.record_changes(step.table_changes());
+    cache.commit_step(step).expect("the outstanding plan");
+    let mut second = succeed(&first);
+    let not_forgotten = Err(PrepareError::DeviceNotForgotten { forgotten: 0, needed: 1 });
+    assert_eq!(second.check(&plan(&mut cache, &[(table, 1)])), not_forgotten);
+    // Even one that reads nothing: who knows what comes after it.
+    let other = cache.create(24).expect("a free table");
+    assert_eq!(second.check(&plan(&mut cache, &[(other, 1)])), not_forgotten);
+
+    cache.forget_device();
+    assert_eq!(cache.len(table), Ok(0));
+    let step = plan(&mut cache, &[(table, 7)]);
+    // As good on the device that was not lost after all.
+    assert_eq!(first.check(&step), Ok(()));
+    assert_eq!(second.check(&step), Ok(()));
+    // A third device, before anything was prepared on the second, and after.
+    assert_eq!(succeed(&second).check(&step), Ok(()));
+    second.accept(&step);
+    let mut third = succeed(&second);
+    let step = plan(&mut cache, &[(table, 7)]);
+    assert_eq!(third.check(&step), Err(PrepareError::DeviceNotForgotten { forgotten: 1, needed: 2 }));
+
+    // The cache stays the same one.
+    let mut foreign = KvCache::new(config());
+    foreign.forget_device();
+    foreign.forget_device();
+    let table = foreign.create(24).expect("a free table");
+    let refused = third.check(&plan(&mut foreign, &[(table, 1)]));
+    assert!(matches!(refused, Err(PrepareError::CacheInstance { .. })), "{refused:?}");
+}
