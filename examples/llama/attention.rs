@@ -46,6 +46,9 @@ pub(crate) struct GpuAttention {
     attention: PagedAttention,
     tensors: BoundTensors,
     timer: Option<SpanTimer>,
+    /// What the model has room for.
+    rows: u32,
+    logit_rows: u32,
     elapsed: Duration,
     row_of_logits: Vec<u32>,
 }
@@ -63,23 +66,27 @@ impl GpuAttention {
         let options = AttentionOptions::default().fixed_span_tokens(span_tokens(config));
         let shape = shape_of(config);
         let mut attention = PagedAttention::with_options(&gpu.device, &gpu.queue, shape, cache, options)?;
-        let part = |start: u32| TensorSlice {
-            buffer: model.query_key_value(),
-            offset: u64::from(start) * 4,
-            row_stride: config.query_key_value_len(),
-            rows,
-        };
-        let tensors = attention.bind_tensors(&LayerTensors {
-            query: part(0),
-            key: part(config.key_start()),
-            value: part(config.value_start()),
-            output: TensorSlice { buffer: model.attended(), offset: 0, row_stride: config.query_len(), rows },
-        })?;
-        let mut encoder = gpu.device.create_command_encoder(&Default::default());
-        attention.record_initialization(&mut encoder);
-        gpu.queue.submit([encoder.finish()]);
+        let tensors = bind(&mut attention, model, rows)?;
         let timer = SpanTimer::new(gpu, shape.num_layers)?;
-        Ok(Self { attention, tensors, timer, elapsed: Duration::ZERO, row_of_logits: Vec::new() })
+        Ok(Self {
+            attention,
+            tensors,
+            timer,
+            rows,
+            logit_rows,
+            elapsed: Duration::ZERO,
+            row_of_logits: Vec::new(),
+        })
+    }
+
+    /// Goes on with `model`, which was loaded anew after its device was lost: the host pool is kept.
+    pub(crate) fn rebuild(&mut self, model: &mut GpuModel) -> Result<(), RunError> {
+        model.reserve(self.rows, self.logit_rows)?;
+        let gpu = model.gpu();
+        self.attention.rebuild(&gpu.device, &gpu.queue)?;
+        self.tensors = bind(&mut self.attention, model, self.rows)?;
+        self.timer = SpanTimer::new(gpu, model.config().num_layers)?;
+        Ok(())
     }
 
     /// Runs a step to its end and hands the logits of `plan.logit_rows()[i]` to `take(i, logits)`.
@@ -179,6 +186,27 @@ impl GpuAttention {
         let arena = &self.attention.arena_buffers()[0];
         Ok(gpu::measure_transfer(model.gpu(), arena, arena.size().min(MEASURED_BYTES))?)
     }
+}
+
+/// Binds the model's tensors, and has the pool zeroed before the first step.
+fn bind(attention: &mut PagedAttention, model: &GpuModel, rows: u32) -> Result<BoundTensors, RunError> {
+    let (gpu, config) = (model.gpu(), model.config());
+    let part = |start: u32| TensorSlice {
+        buffer: model.query_key_value(),
+        offset: u64::from(start) * 4,
+        row_stride: config.query_key_value_len(),
+        rows,
+    };
+    let tensors = attention.bind_tensors(&LayerTensors {
+        query: part(0),
+        key: part(config.key_start()),
+        value: part(config.value_start()),
+        output: TensorSlice { buffer: model.attended(), offset: 0, row_stride: config.query_len(), rows },
+    })?;
+    let mut encoder = gpu.device.create_command_encoder(&Default::default());
+    attention.record_initialization(&mut encoder);
+    gpu.queue.submit([encoder.finish()]);
+    Ok(tensors)
 }
 
 /// The pool of a [`CpuModel`].

@@ -425,6 +425,18 @@ impl Session<'_> {
         Ok(true)
     }
 
+    /// Goes on after the device was lost ([`step`](Self::step) has failed): loads the model anew, onto `gpu`. Nobody's
+    /// tokens are lost, nor what is in the host pool; the rest is computed again.
+    ///
+    /// # Errors
+    /// As [`Engine::load`], or what the device lacks; it may be tried again then, with another device.
+    pub fn rebuild(&mut self, file: &mut GgufFile, gpu: Gpu) -> Result<(), RunError> {
+        let rebuilt = self.pool.rebuild(file, gpu);
+        self.scheduler.complete_transfers(&self.pool.poll_transfers());
+        self.scheduler.forget_device();
+        rebuilt
+    }
+
     /// Runs the plan and chooses a token for each of its logit rows.
     fn compute(&mut self, plan: &StepPlan) -> Result<(), RunError> {
         let Self { options, requests, results, tops, .. } = self;

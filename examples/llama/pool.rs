@@ -8,7 +8,8 @@ use crate::{
     attention::{CpuAttention, GpuAttention},
     cpu::CpuModel,
     error::RunError,
-    gpu::GpuModel,
+    gguf::GgufFile,
+    gpu::{Gpu, GpuModel},
 };
 
 /// The keys and values of one cache, and the model that computes them.
@@ -45,6 +46,19 @@ impl<'a> Pool<'a> {
         match &mut self.0 {
             Device::Gpu(model, attention) => attention.step(model, plan, take),
             Device::Cpu(model, attention) => attention.step(model, plan, take),
+        }
+    }
+
+    /// Loads the model anew, onto `gpu`, and goes on there with what the host pool has.
+    pub(crate) fn rebuild(&mut self, file: &mut GgufFile, gpu: Gpu) -> Result<(), RunError> {
+        match &mut self.0 {
+            Device::Gpu(model, attention) => {
+                let config = model.config().clone();
+                **model = GpuModel::load(gpu, file, config, &mut |_| ())?;
+                attention.rebuild(model)
+            }
+            // It has no device to lose.
+            Device::Cpu(..) => Ok(()),
         }
     }
 

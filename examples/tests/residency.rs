@@ -6,15 +6,20 @@
 //! they are small, and a row among few differs in its last bits from the same row among many. So there a sequence is
 //! compared until a step has fewer than [`FEW_ROWS`] rows, and three others that run longest keep them company.
 //!
+//! And a device that is lost: the text of a run that goes on with another one is that of a run without the loss.
+//!
 //! `PAGED_KV_REQUIRE_ADAPTERS`: adapters without which the tests fail.
 #![allow(clippy::unwrap_used)]
 
 use llama::attention::shape_of;
-use llama::engine::{Engine, Event, Prompt, SessionOptions, SessionStats};
+use llama::engine::{Engine, Event, Prompt, Session, SessionOptions, SessionStats};
+use llama::error::RunError;
 use llama::gguf::GgufFile;
 use llama::gpu::{Adapters, Gpu};
 use llama::sample::{Sampler, TopLogits};
-use paged_kv::{Admission, CacheConfig, KvType, PreemptionMode, Priority, SchedulerConfig, VictimPolicy};
+use paged_kv::{
+    Admission, CacheConfig, KvType, PreemptionMode, PrepareError, Priority, SchedulerConfig, VictimPolicy,
+};
 
 const VOCAB: usize = 257;
 const BLOCK: u32 = 8;
@@ -48,6 +53,57 @@ fn logits_after_a_swap_are_the_same_bits_on_lavapipe() {
 }
 
 #[test]
+fn the_text_is_the_same_when_the_device_is_lost_in_the_middle_of_it() {
+    let required = std::env::var("PAGED_KV_REQUIRE_ADAPTERS").unwrap_or_default();
+    let adapters = Adapters::find(Some("llvmpipe"));
+    let Some(adapter) = adapters.best() else {
+        assert!(!required.contains("lavapipe"), "the adapter lavapipe is missing, and required");
+        println!("a lost device on lavapipe: NOT RUN, there is no such adapter");
+        return;
+    };
+    let undisturbed = texts(adapter, &[]);
+    assert!(undisturbed.iter().all(|text| text.len() >= NEW as usize));
+    // While prompts are read, with sequences in the host pool, and twice in a row.
+    assert_eq!(texts(adapter, &[1, 40, 41]), undisturbed);
+}
+
+/// The tokens of every prompt, where the device is lost before these steps.
+fn texts(adapter: &wgpu::Adapter, losses: &[usize]) -> Vec<Vec<u32>> {
+    let mut file = GgufFile::from_bytes("the toy model", include_bytes!("../toy/toy.gguf")).unwrap();
+    let mut gpu = Gpu::open(adapter).unwrap();
+    let mut engine = Engine::load(&mut file, Some(gpu.clone()), &mut |_| ()).unwrap();
+    let mut session = session(&mut engine, KvType::F16, 50, VictimPolicy::LowestPriority);
+    let mut texts = vec![Vec::new(); PROMPTS.len()];
+    let mut events = Vec::new();
+    let (mut step, mut swapped) = (0, false);
+    loop {
+        if losses.contains(&step) {
+            swapped |= session.scheduler().stats().cache.host_tokens > 0;
+            gpu.device.destroy();
+            let error = match session.step(&mut events).unwrap_err() {
+                RunError::Attention(error) => error,
+                other => panic!("{other}"),
+            };
+            assert_eq!(error.downcast_ref(), Some(&PrepareError::DeviceLost), "{error}");
+            gpu = Gpu::open(adapter).unwrap();
+            session.rebuild(&mut file, gpu.clone()).unwrap();
+            assert_eq!(session.scheduler().stats().running, 0);
+        }
+        if !session.step(&mut events).unwrap() {
+            break;
+        }
+        step += 1;
+        for event in events.drain(..) {
+            if let Event::Token { prompt, token, .. } = event {
+                texts[prompt as usize].push(token);
+            }
+        }
+    }
+    assert!(losses.is_empty() || swapped, "no device was lost while sequences were in the host pool");
+    texts
+}
+
+#[test]
 fn logits_after_a_swap_are_the_same_bits_on_the_cpu_twins() {
     compare(None);
 }
@@ -62,7 +118,8 @@ struct Run {
     stats: SessionStats,
 }
 
-fn run(engine: &mut Engine, kv: KvType, num_blocks: u32, victims: VictimPolicy) -> Run {
+/// All prompts, in a pool of `num_blocks` blocks.
+fn session(engine: &mut Engine, kv: KvType, num_blocks: u32, victims: VictimPolicy) -> Session<'_> {
     let cache = CacheConfig::for_blocks(num_blocks, &shape_of(engine.config()), kv).unwrap();
     let cache = cache.with_block_size(BLOCK).unwrap().with_host_blocks(128).unwrap();
     let scheduler = SchedulerConfig {
@@ -87,6 +144,11 @@ fn run(engine: &mut Engine, kv: KvType, num_blocks: u32, victims: VictimPolicy) 
         let prompt = Prompt { index, tokens, max_new_tokens, priority, samples: 1, ..Prompt::default() };
         session.add(&prompt).unwrap();
     }
+    session
+}
+
+fn run(engine: &mut Engine, kv: KvType, num_blocks: u32, victims: VictimPolicy) -> Run {
+    let mut session = session(engine, kv, num_blocks, victims);
     let mut logits = vec![Vec::new(); PROMPTS.len()];
     let mut swapped_at = vec![None; PROMPTS.len()];
     let mut few_rows_at = vec![None; PROMPTS.len()];

@@ -220,6 +220,24 @@ fn every_test_that_is_said_to_hold_an_invariant_exists() {
     assert_eq!(rows, 14);
 }
 
+#[test]
+fn every_test_that_is_said_to_inject_a_device_fault_exists() {
+    let text = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
+    let section = text.split("\n## ").find(|section| section.starts_with("Device faults")).unwrap();
+    let tests = ["tests/core", "tests/gpu", "src", "examples/tests"].into_iter().flat_map(sources);
+    let tests: String = tests.map(|(_, text)| text).collect();
+    let rows: Vec<&str> = section.lines().filter(|line| line.starts_with("| ")).skip(1).collect();
+    assert!(rows.len() > 10);
+    for row in rows {
+        let column = row.trim_end_matches('|').rsplit('|').next().unwrap_or("");
+        let names: Vec<&str> = column.split('`').skip(1).step_by(2).collect();
+        assert!(!names.is_empty(), "no test injects {row}");
+        for name in names.into_iter().filter(|&name| name != "properties") {
+            assert!(tests.contains(&format!("fn {name}")), "there is no test {name}");
+        }
+    }
+}
+
 /// Numbers of all invariants cited: an `I` and one or two digits that stand as a word of their own.
 fn citations(text: &str) -> Vec<u32> {
     let mut numbers = Vec::new();
