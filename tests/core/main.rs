@@ -9,6 +9,7 @@ mod config_numbers;
 mod drafts;
 #[cfg(feature = "faults")]
 mod faults;
+mod histories;
 mod model;
 mod preemption;
 mod promises;

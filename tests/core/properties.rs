@@ -4,12 +4,10 @@
 //! printed; proptest's own environment variables (`PROPTEST_RNG_SEED` among them) apply.
 
 use crate::cache_model::{CacheOperation, CacheWorld, cache_operations};
-use crate::model::{Reached, Turn, World};
+use crate::histories::{apply, caches, operations, schedulers};
+use crate::model::{Reached, World};
 use crate::simulated_device::SimulatedDevice;
-use paged_kv::{
-    Admission, CacheConfig, DuplicatePrompts, KvType, ModelShape, PreemptionMode, PrefixCacheConfig,
-    Priority, Retention, SchedulerConfig, VictimPolicy,
-};
+use paged_kv::{CacheConfig, ModelShape};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use std::cell::Cell;
@@ -17,206 +15,7 @@ use std::cell::Cell;
 /// Operations in a random history, on average.
 const HISTORY: usize = 100;
 
-#[derive(Clone, Debug)]
-enum Operation {
-    Add(Turn),
-    Fork {
-        parent: usize,
-        at: usize,
-        turn: Turn,
-    },
-    Extend {
-        index: usize,
-        turn: Turn,
-    },
-    Truncate {
-        index: usize,
-        len: usize,
-    },
-    Propose {
-        index: usize,
-        num: u32,
-        right: u32,
-    },
-    Abort(usize),
-    AbortSample {
-        index: usize,
-        sample: u32,
-    },
-    CompleteTransfer(usize),
-    LoseTransfer(usize),
-    LoseDevice {
-        arrived: bool,
-        after: bool,
-    },
-    Schedule,
-    Run,
-    Drop {
-        by_mistake: bool,
-    },
-    Commit {
-        choice: u32,
-        invalid: Option<usize>,
-    },
-    /// The common case; with drafts for every sequence, all of them right but perhaps the last.
-    Step {
-        choice: u32,
-        drafts: u32,
-    },
-}
-
-fn turns() -> impl Strategy<Value = Turn> {
-    let max_new = prop_oneof![1 => Just(None), 8 => (0..24u32).prop_map(Some)];
-    let samples = prop_oneof![4 => Just(1), 2 => 2..5u32];
-    let len = prop_oneof![1 => Just(0), 3 => 1..6u32, 4 => 1..24u32];
-    // Few seeds, so that prompts begin alike.
-    let seed = prop_oneof![3 => 0..3u32, 1 => any::<u32>()];
-    let priority =
-        prop_oneof![4 => Just(Priority::Normal), 1 => Just(Priority::Interactive), 1 => Just(Priority::Idle)];
-    let salt = prop_oneof![6 => Just(0), 1 => 1..3u64];
-    let retention = prop_oneof![
-        Just(Retention::Low),
-        Just(Retention::Normal),
-        Just(Retention::High),
-        Just(Retention::Pinned)
-    ];
-    let retain = prop::option::weighted(0.3, (1..24u32, retention, prop::option::of(1..20u32)));
-    (len, seed, max_new, samples, any::<(bool, bool)>(), (priority, salt, retain)).prop_map(
-        |(len, seed, max_new, samples, (keep, stops), (priority, salt, retain))| Turn {
-            len,
-            seed,
-            max_new,
-            samples,
-            keep,
-            stops,
-            priority,
-            salt,
-            system: 0,
-            system_seed: 0,
-            retain,
-        },
-    )
-}
-
-fn operations() -> impl Strategy<Value = Operation> {
-    let index = || 0..12usize;
-    let invalid = prop_oneof![9 => Just(None), 1 => (0..4usize).prop_map(Some)];
-    prop_oneof![
-        8 => turns().prop_map(Operation::Add),
-        3 => (index(), any::<usize>(), turns())
-            .prop_map(|(parent, at, turn)| Operation::Fork { parent, at, turn }),
-        3 => (index(), turns()).prop_map(|(index, turn)| Operation::Extend { index, turn }),
-        2 => (index(), any::<usize>()).prop_map(|(index, len)| Operation::Truncate { index, len }),
-        4 => (index(), 0..6u32, 0..6u32)
-            .prop_map(|(index, num, right)| Operation::Propose { index, num, right }),
-        1 => index().prop_map(Operation::Abort),
-        1 => (index(), 0..4u32).prop_map(|(index, sample)| Operation::AbortSample { index, sample }),
-        4 => any::<usize>().prop_map(Operation::CompleteTransfer),
-        1 => any::<usize>().prop_map(Operation::LoseTransfer),
-        1 => any::<(bool, bool)>().prop_map(|(arrived, after)| Operation::LoseDevice { arrived, after }),
-        5 => Just(Operation::Schedule),
-        1 => Just(Operation::Run),
-        1 => any::<bool>().prop_map(|by_mistake| Operation::Drop { by_mistake }),
-        4 => (any::<u32>(), invalid).prop_map(|(choice, invalid)| Operation::Commit { choice, invalid }),
-        25 => (any::<u32>(), 0..6u32).prop_map(|(choice, drafts)| Operation::Step { choice, drafts }),
-    ]
-}
-
-fn shape() -> ModelShape {
-    ModelShape { num_layers: 1, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 }
-}
-
-fn caches() -> impl Strategy<Value = CacheConfig> {
-    let blocks = prop_oneof![(Just(1u32), 6..48u32), (Just(4u32), 3..14u32), (Just(16u32), 2..6u32)];
-    (blocks, 1..9u32, prop::option::of(8..40u32)).prop_map(|((block_size, num_blocks), tables, tokens)| {
-        let config = CacheConfig::for_blocks(num_blocks, &shape(), KvType::F32).unwrap();
-        let config = config.with_block_size(block_size).unwrap().with_max_sequences(tables).unwrap();
-        match tokens {
-            Some(tokens) => config.with_max_sequence_tokens(tokens).unwrap(),
-            None => config,
-        }
-    })
-}
-
-fn schedulers() -> impl Strategy<Value = (SchedulerConfig, CacheConfig)> {
-    let admission = prop_oneof![
-        1 => Just(Admission::Guaranteed),
-        2 => (0..3u32).prop_map(|watermark_blocks| Admission::Overcommitted { watermark_blocks })
-    ];
-    let work = prop_oneof![1 => 1..200u64, 2 => Just(1 << 24)];
-    let duplicates = prop_oneof![Just(DuplicatePrompts::Wait), Just(DuplicatePrompts::ComputeAlone)];
-    let prefix_cache = prop::option::weighted(
-        0.8,
-        (prop::option::weighted(0.3, 0..6u32), duplicates)
-            .prop_map(|(max_cached_blocks, duplicates)| PrefixCacheConfig { max_cached_blocks, duplicates }),
-    );
-    let preemption = prop_oneof![
-        1 => Just(PreemptionMode::Recompute),
-        2 => Just(PreemptionMode::Swap),
-        1 => Just(PreemptionMode::Auto)
-    ];
-    let victims = prop_oneof![
-        2 => Just(VictimPolicy::LowestPriority),
-        1 => Just(VictimPolicy::LeastLost),
-        1 => Just(VictimPolicy::Requester)
-    ];
-    let host_blocks = prop_oneof![1 => Just(0), 2 => 1..24u32];
-    let residency = (prefix_cache, preemption, victims, host_blocks, 0..20u32);
-    (caches(), admission, 2..32u32, work, any::<bool>(), 0..5u32, 0..4u32, residency).prop_map(
-        |(cache, admission, step_tokens, step_work_budget, fewer, lookahead, max_preemptions, residency)| {
-            let (prefix_cache, preemption, victims, host_blocks, ageing_steps) = residency;
-            let cache = cache.with_host_blocks(host_blocks).unwrap();
-            let watermark = cache.num_blocks() - 1;
-            let admission = match admission {
-                Admission::Overcommitted { watermark_blocks } => {
-                    Admission::Overcommitted { watermark_blocks: watermark_blocks.min(watermark) }
-                }
-                guaranteed => guaranteed,
-            };
-            let max_running = fewer.then(|| cache.max_sequences().div_ceil(2));
-            let config = SchedulerConfig {
-                step_tokens,
-                step_work_budget,
-                max_running,
-                admission,
-                lookahead,
-                max_preemptions,
-                prefix_cache,
-                preemption,
-                victims,
-                ageing_steps,
-            };
-            (config, cache)
-        },
-    )
-}
-
-fn apply(world: &mut World<SimulatedDevice>, operation: &Operation) {
-    match operation {
-        Operation::Add(turn) => drop(world.add(turn)),
-        Operation::Fork { parent, at, turn } => world.fork(*parent, *at, turn),
-        Operation::Extend { index, turn } => world.extend(*index, turn),
-        Operation::Truncate { index, len } => world.truncate(*index, *len),
-        Operation::Propose { index, num, right } => world.propose(*index, *num, *right),
-        Operation::Abort(index) => world.abort(*index),
-        Operation::AbortSample { index, sample } => world.abort_sample(*index, *sample),
-        Operation::CompleteTransfer(index) => world.complete_transfer(*index),
-        Operation::LoseTransfer(index) => world.lose_transfer(*index),
-        Operation::LoseDevice { arrived, after } => world.lose_device(*arrived, *after),
-        Operation::Schedule => drop(world.schedule()),
-        Operation::Run => world.run(),
-        Operation::Drop { by_mistake } => world.drop_plan(*by_mistake),
-        Operation::Commit { choice, invalid } => world.commit(*choice, *invalid),
-        Operation::Step { choice, drafts } => {
-            for index in 0..12 {
-                world.propose(index, *drafts, *drafts - u32::from(*drafts > 2));
-            }
-            world.schedule();
-            world.check_planned();
-            world.commit(*choice, None);
-        }
-    }
-}
+const SHAPE: ModelShape = ModelShape { num_layers: 1, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
 
 fn total_operations() -> usize {
     match std::env::var("PAGED_KV_MODEL_OPERATIONS") {
@@ -237,7 +36,7 @@ fn runner(operations: usize) -> TestRunner {
 
 #[test]
 fn every_history_of_a_scheduler_gives_the_tokens_of_a_naive_one() {
-    let histories = (schedulers(), prop::collection::vec(operations(), 0..2 * HISTORY));
+    let histories = (schedulers(SHAPE), prop::collection::vec(operations(), 0..2 * HISTORY));
     let mut runner = runner(total_operations() * 7 / 10);
     let reached = Cell::new(Reached::default());
     let result = runner.run(&histories, |((config, cache), operations)| {
@@ -261,7 +60,7 @@ fn every_history_of_a_scheduler_gives_the_tokens_of_a_naive_one() {
 
 #[test]
 fn every_history_of_a_cache_keeps_each_table_its_own_tokens() {
-    let histories = (caches(), prop::collection::vec(cache_operations(), 0..2 * HISTORY));
+    let histories = (caches(SHAPE), prop::collection::vec(cache_operations(), 0..2 * HISTORY));
     let mut runner = runner(total_operations() * 3 / 10);
     let result = runner.run(&histories, |(cache, operations): (CacheConfig, Vec<CacheOperation>)| {
         let mut world = CacheWorld::new(cache);

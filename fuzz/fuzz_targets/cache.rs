@@ -1,0 +1,4 @@
+//! See `paged_kv_fuzz::cache`.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| paged_kv_fuzz::cache(data));

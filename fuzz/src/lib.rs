@@ -1,0 +1,90 @@
+//! What the fuzz targets do with their bytes: histories of a scheduler and of a cache, drawn from them by the strategies
+//! of `tests/core`, against the models there. Nothing is written twice.
+//!
+//! Every four bytes of the fuzzer's seed one choice: the first the machine, each that follows one operation. So what the
+//! fuzzer changes, adds, removes or copies are operations, whatever else there is in its input.
+#![allow(clippy::unwrap_used)]
+
+#[path = "../../tests/core/cache_model.rs"]
+mod cache_model;
+#[path = "../../tests/core/histories.rs"]
+mod histories;
+#[path = "../../tests/core/model.rs"]
+#[allow(dead_code)]
+mod model;
+#[path = "../../tests/core/simulated_device.rs"]
+#[allow(dead_code)]
+mod simulated_device;
+mod simulation;
+
+use cache_model::{CacheWorld, cache_operations};
+use histories::{apply, caches, operations, schedulers};
+use model::World;
+use paged_kv::{Admission, ModelShape, PreemptionMode};
+use proptest::strategy::{Strategy, ValueTree};
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+use simulated_device::{Device, SimulatedDevice};
+use simulation::fake_model;
+use simulation::twin_device::TwinDevice;
+
+/// Most operations of a history.
+const MOST: usize = 300;
+
+const SHAPE: ModelShape = ModelShape { num_layers: 1, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
+
+/// A scheduler of any configuration, on a device that keeps tokens.
+pub fn scheduler(data: &[u8]) {
+    run::<SimulatedDevice>(data, SHAPE, false);
+}
+
+/// A scheduler that swaps, on the CPU twins of the kernels and transfers: keys and values leave and return.
+pub fn swap(data: &[u8]) {
+    run::<TwinDevice>(data, fake_model::SHAPE, true);
+}
+
+/// Tables that an application's own scheduler grows, forks, cuts and releases.
+pub fn cache(data: &[u8]) {
+    let mut choices = choices(data);
+    let Some(config) = choices.next().and_then(|seed| draw(seed, &caches(SHAPE))) else { return };
+    let mut world = CacheWorld::new(config);
+    let strategy = cache_operations();
+    for operation in choices.filter_map(|seed| draw(seed, &strategy)) {
+        world.apply(&operation);
+    }
+    world.finish();
+}
+
+fn run<D: Device>(data: &[u8], shape: ModelShape, swaps: bool) {
+    let mut choices = choices(data);
+    let machine = choices.next().and_then(|seed| draw(seed, &schedulers(shape)));
+    let Some((mut config, mut cache)) = machine else { return };
+    if swaps {
+        config.preemption = PreemptionMode::Swap;
+        if config.admission == Admission::Guaranteed {
+            config.admission = Admission::Overcommitted { watermark_blocks: 0 };
+        }
+        cache = cache.with_host_blocks(cache.host_blocks().max(4)).unwrap();
+    }
+    let mut world = World::<D>::new(config, cache);
+    let strategy = operations();
+    for operation in choices.filter_map(|seed| draw(seed, &strategy)) {
+        apply(&mut world, &operation);
+        world.check();
+    }
+    world.finish();
+}
+
+/// The seeds of the machine and of its operations.
+fn choices(data: &[u8]) -> impl Iterator<Item = [u8; 4]> {
+    data.chunks_exact(4).take(MOST + 1).map(|seed| seed.try_into().unwrap())
+}
+
+/// The value that a strategy makes of a seed.
+fn draw<S: Strategy>(seed: [u8; 4], strategy: &S) -> Option<S::Value> {
+    let mut bytes = *b"....paged-kv....";
+    bytes[..4].copy_from_slice(&seed);
+    let rng = TestRng::from_seed(RngAlgorithm::XorShift, &bytes);
+    let config = Config { failure_persistence: None, ..Config::default() };
+    let mut runner = TestRunner::new_with_rng(config, rng);
+    Some(strategy.new_tree(&mut runner).ok()?.current())
+}
