@@ -152,7 +152,12 @@ fn check_rates(rates: &Value, adapter: &wgpu::Adapter) {
     let subgroups = adapter.features().contains(wgpu::Features::SUBGROUP);
     let reduction = if subgroups { "subgroup" } else { "workgroup" };
     assert_eq!(names.len(), 5, "{names:?}");
-    for kernel in ["attention_decode.f16.d128.q4", "attention_prefill.f16.d128"] {
+    // Two queries at a time where shaders compile slowly.
+    let kernels = match adapter.get_info().backend {
+        wgpu::Backend::Gl => ["attention_decode.f16.d128.q2", "attention_prefill.f16.d128.q2"],
+        _ => ["attention_decode.f16.d128.q4", "attention_prefill.f16.d128"],
+    };
+    for kernel in kernels {
         assert!(names.contains(&format!("{kernel}.{reduction}").as_str()), "{names:?}");
     }
     let number = |value: &Value| value.as_f64().unwrap();

@@ -5,9 +5,10 @@
 //! step begins where this one ended. Then, unless somebody was preempted, requests in line are let in while rows are
 //! left.
 
+use crate::error::ConfigError;
 use crate::ids::{SequenceId, TokenId};
 use crate::schedule::admission::Lacking;
-use crate::schedule::request::{Schedule, WaitReason};
+use crate::schedule::request::{Schedule, SchedulerConfig, WaitReason};
 use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::{Sequence, State};
 use crate::schedule::step_builder::{begin_plan, finish_plan, push_rows};
@@ -81,6 +82,23 @@ impl Scheduler {
             }
             _ => Schedule::Waiting(WaitReason::Blocks { needed: 1, available: self.cache.free_blocks() }),
         }
+    }
+
+    /// Sets the budgets of the steps that are planned from now on: rows, and (row, key) pairs, as in
+    /// [`SchedulerConfig`](crate::SchedulerConfig).
+    ///
+    /// An application that draws has so many milliseconds for a step. Once it has seen how long steps take, it divides the
+    /// sum of their [`work`](StepPlan::work) by the sum of their times, which is pairs per second, and multiplies by what
+    /// it has; for the rest of the model it does the same with rows. `step_tokens` must not exceed the rows of the
+    /// tensors that it has bound.
+    ///
+    /// # Errors
+    /// [`ConfigError::Zero`] when one of them is 0; the budgets are as before then.
+    pub fn set_step_budgets(&mut self, step_tokens: u32, step_work_budget: u64) -> Result<(), ConfigError> {
+        let config = SchedulerConfig { step_tokens, step_work_budget, ..self.config };
+        config.validate(self.cache.config())?;
+        self.config = config;
+        Ok(())
     }
 
     /// The sequences of the outstanding plan, in the order of its rows: whose adapter or namespace they belong to. Samples

@@ -260,7 +260,8 @@ pub enum Admission {
 pub struct SchedulerConfig {
     /// Rows (new tokens) per step; at least 1.
     pub step_tokens: u32,
-    /// (row, key) pairs per step: the sum over rows of the keys they see. A single row may exceed it.
+    /// (row, key) pairs per step: the sum over rows of the keys they see. A single row may exceed it. How it follows from
+    /// a time: [`Scheduler::set_step_budgets`](crate::Scheduler::set_step_budgets).
     pub step_work_budget: u64,
     /// Sequences that run at a time, samples counted one by one; at most the cache's `max_sequences`, which is what
     /// `None` stands for.

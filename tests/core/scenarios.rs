@@ -1,8 +1,8 @@
 //! Readable stories: what a scheduler does with a few requests, step by step.
 
 use paged_kv::{
-    Admission, CacheConfig, CommitError, FinishReason, KvType, ModelShape, Request, RequestError, RowResult,
-    Schedule, Scheduler, SchedulerConfig, SequenceId, StepEvent,
+    Admission, CacheConfig, CommitError, ConfigError, FinishReason, KvType, ModelShape, Request,
+    RequestError, RowResult, Schedule, Scheduler, SchedulerConfig, SequenceId, StepEvent,
 };
 use std::collections::BTreeMap;
 
@@ -157,6 +157,23 @@ fn a_work_budget_splits_a_long_prompt() {
     assert_eq!(rows[..4], [9, 4, 3, 2], "1 + ... + 9, 10 + ... + 13, 14 + 15 + 16, 17 + 18");
     assert_eq!(rows.iter().sum::<u32>(), 60);
     assert_eq!(rows.last(), Some(&1), "a row beyond the budget goes alone");
+}
+
+#[test]
+fn budgets_may_change_between_steps() {
+    let config = SchedulerConfig { step_tokens: 4, ..plain() };
+    let mut scheduler = Scheduler::new(config, cache(64, 4)).unwrap();
+    scheduler.add(Request::new(vec![1; 100]).max_new_tokens(1)).unwrap();
+    assert_eq!(step(&mut scheduler), 4);
+    scheduler.set_step_budgets(20, 1 << 20).unwrap();
+    assert_eq!(step(&mut scheduler), 20);
+    // The next rows see 25, 26 and so on.
+    scheduler.set_step_budgets(20, 60).unwrap();
+    assert_eq!(step(&mut scheduler), 2);
+    for (tokens, work, field) in [(0, 1, "step_tokens"), (1, 0, "step_work_budget")] {
+        assert_eq!(scheduler.set_step_budgets(tokens, work), Err(ConfigError::Zero { field }));
+    }
+    assert_eq!(step(&mut scheduler), 2, "27 and 28, and with one more row 84");
 }
 
 #[test]
