@@ -148,7 +148,7 @@ fn write(
     bytes: &[u8],
 ) -> Result<(), PrepareError> {
     let asked_bytes = bytes.len() as u64;
-    // In the place of `Queue::write_buffer`, which costs as much and does not say that the device is lost.
+    // In the place of `Queue::write_buffer`, which does not say that the device is lost.
     let written = guarded(device, || {
         let mut view = queue.write_buffer_with(buffer, 0, asked_bytes.try_into().ok()?)?;
         view.copy_from_slice(bytes);
