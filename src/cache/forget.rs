@@ -28,15 +28,20 @@ impl KvCache {
         if let Some(lost) = self.host.as_mut().map(|host| host.abandon_transfers()) {
             self.cut_at(&lost);
         }
-        self.broken_tables.clear();
+        // What a failed return left means nothing, be it in the host pool by now.
+        for id in std::mem::take(&mut self.broken_tables) {
+            let table = &self.tables[id.row as usize];
+            if table.live && table.generation == id.generation {
+                self.empty(id);
+            }
+        }
         for row in 0..self.tables.len() {
             let table = &self.tables[row];
             if !table.live || table.blocks.is_empty() {
                 continue;
             }
             let id = TableId { row: row as u32, generation: table.generation };
-            self.shrink(id, 0);
-            self.tables[row].len = 0;
+            self.empty(id);
         }
         if !fault!(LostBlocksFound) {
             self.forget_all_prefixes();
@@ -47,6 +52,11 @@ impl KvCache {
     /// How often [`forget_device`](Self::forget_device) was called. Every plan carries it.
     pub fn forgotten_devices(&self) -> u64 {
         self.forgotten_devices
+    }
+
+    fn empty(&mut self, table: TableId) {
+        self.shrink(table, 0);
+        self.tables[table.row as usize].len = 0;
     }
 
     fn forget_all_prefixes(&mut self) {

@@ -270,8 +270,8 @@ impl PagedAttention {
     /// Nothing is submitted.
     ///
     /// This is where an application learns that its device is lost, apart from wgpu's own callback
-    /// (`wgpu::Device::set_device_lost_callback`, which the library leaves alone): every other call on a lost device
-    /// returns as if it had done something.
+    /// (`wgpu::Device::set_device_lost_callback`, which the library leaves alone): recording and submitting on a lost
+    /// device return as if they had done something.
     ///
     /// A plan that swaps blocks takes staging buffers, new ones where too few are idle, and copies the blocks that return
     /// into them. The slots that its blocks go to are the step's from now on: what they held is lost, whether the step is
@@ -345,7 +345,8 @@ impl PagedAttention {
 
     /// The buffers that hold the blocks, for tools that read or write them: `COPY_SRC` and `COPY_DST`.
     ///
-    /// Their layout is [`CacheConfig::arenas`], within the limits of the device.
+    /// Their layout is [`CacheConfig::arenas`], within the limits of the device. [`rebuild`](Self::rebuild) destroys them
+    /// and makes others.
     pub fn arena_buffers(&self) -> &[wgpu::Buffer] {
         &self.memory.arenas
     }

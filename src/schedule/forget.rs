@@ -26,6 +26,7 @@ impl Scheduler {
     /// O(blocks of the pool + table entries + sequences); under guaranteed admission that for every promised sequence.
     pub fn forget_device(&mut self) {
         self.rollback();
+        self.restart_broken();
         self.cache.forget_device();
         self.count_losses();
         let records: Vec<Index> =

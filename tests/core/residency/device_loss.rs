@@ -232,3 +232,41 @@ fn tables_alone_are_empty_but_for_those_in_the_host_pool() {
     cache.commit_step(plan).unwrap();
     cache.assert_consistent();
 }
+
+#[test]
+fn what_a_failed_return_left_is_not_kept_though_it_was_moved_out_again() {
+    let mut cache = KvCache::new(pool(16, 8));
+    let table = cache.create(24).unwrap();
+    let mut step = |act: &dyn Fn(&mut StepBuilder<'_>)| {
+        let mut builder = StepBuilder::new(&mut cache);
+        act(&mut builder);
+        let plan = builder.finish();
+        let step = plan.step();
+        cache.commit_step(plan).unwrap();
+        step
+    };
+    step(&|builder| {
+        builder.push(table, &[7; 8]).unwrap();
+    });
+    let out = |builder: &mut StepBuilder<'_>| {
+        builder.swap_out(table).unwrap();
+    };
+    let arrived = step(&out);
+    cache.complete_transfers(arrived, true);
+    let mut step = |act: &dyn Fn(&mut StepBuilder<'_>)| {
+        let mut builder = StepBuilder::new(&mut cache);
+        act(&mut builder);
+        let plan = builder.finish();
+        let step = plan.step();
+        cache.commit_step(plan).unwrap();
+        step
+    };
+    let failed = step(&|builder| builder.swap_in(table).unwrap());
+    let arrived = step(&out);
+    cache.complete_transfers(failed, false);
+    cache.complete_transfers(arrived, true);
+    assert_eq!(cache.stats().host_held_blocks, 2);
+    cache.forget_device();
+    cache.assert_consistent();
+    assert_eq!((cache.len(table), cache.stats().host_held_blocks), (Ok(0), 0));
+}
