@@ -16,7 +16,7 @@ use std::fmt::{self, Write as _};
 /// Most query heads that one workgroup serves: kv heads with more have them in tiles, as even as possible.
 pub const MAX_QUERIES: u32 = 8;
 
-/// (row, head) pairs of a prefill workgroup.
+/// (row, head) pairs of a prefill workgroup, where its text is not to be short.
 pub const PREFILL_QUERIES: u32 = 8;
 
 /// Queries of an attention workgroup where the text is to be short.

@@ -81,13 +81,13 @@ impl CpuCache {
     pub fn split_config(&self, num_threads: u32) -> SplitConfig {
         SplitConfig {
             workgroups_per_item: 1,
-            workgroups_per_tile: 1,
+            // A part of the work owns whole rows: a chunk that is cut into spans is one thread's all the same.
+            workgroups_per_tile: num_threads.max(1),
             heads_per_kv_head: self.heads_per_kv_head(),
             prefill_queries: 16 * self.heads_per_kv_head(),
             span_quantum: self.layout.block.block_size.max(32),
             target_workgroups: num_threads,
-            // A tile's rows are 16, and one more row or tile has a span of its own.
-            max_partials: 2 * 16 * num_threads,
+            max_partials: 2 * num_threads,
             fixed_span_tokens: None,
             dispatch_work_budget: u64::MAX,
         }

@@ -216,6 +216,8 @@ fn share_out(fixed_span_tokens: Option<u32>) {
         span_quantum: 4,
         fixed_span_tokens,
         target_workgroups: 64,
+        workgroups_per_tile: 1,
+        max_partials: 256,
         ..cache.split_config(8)
     };
     let mut split = WorkSplit::default();

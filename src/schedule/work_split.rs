@@ -236,8 +236,8 @@ fn chunks(plan: &StepPlan) -> impl Iterator<Item = Chunk> {
 }
 
 /// One span length for all chunks of the step, such that their tiles have about `target_workgroups` workgroups, and their
-/// partial results fit into `room`. The longest of all where the tiles fill the device as they are: then a cut would only
-/// add partial results. With fixed spans nothing is cut, since how much there is to fill depends on the batch.
+/// partial results fit into `room`. Where the tiles fill the device as they are, only those are cut that walk much more
+/// keys than the others. With fixed spans nothing is cut, since how much there is to fill depends on the batch.
 fn chunk_span(plan: &StepPlan, config: &SplitConfig, room: u64) -> u32 {
     let mut tiles = 0u64;
     let mut tokens = 0u64;
@@ -250,12 +250,18 @@ fn chunk_span(plan: &StepPlan, config: &SplitConfig, room: u64) -> u32 {
         longest = longest.max(context);
     }
     let wanted_tiles = u64::from(config.target_workgroups.div_ceil(config.workgroups_per_tile.max(1)));
-    if tiles >= wanted_tiles || config.fixed_span_tokens.is_some() {
+    if config.fixed_span_tokens.is_some() {
         return u32::MAX;
     }
-    let mut span = whole_quanta(tokens.div_ceil(wanted_tiles), config);
+    let wanted_span = match tiles >= wanted_tiles {
+        true => 2 * tokens.div_ceil(tiles.max(1)),
+        false => tokens.div_ceil(wanted_tiles),
+    };
+    let mut span = whole_quanta(wanted_span, config);
     while span < longest && chunk_partials(plan, span) > room {
-        span = whole_quanta(2 * u64::from(span), config);
+        let longer = whole_quanta(2 * u64::from(span), config);
+        // No longer one is a multiple of the quantum.
+        span = if longer > span { longer } else { u32::MAX };
     }
     span
 }

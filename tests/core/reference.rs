@@ -125,6 +125,7 @@ fn chunks_cut_into_spans_agree_with_dense_attention() {
             prefill_queries,
             span_quantum: 4,
             target_workgroups: 512,
+            workgroups_per_tile: 1,
             max_partials: 4096,
             ..rig.cpu.split_config(1)
         };

@@ -257,8 +257,11 @@ fn few_rows_over_a_long_context_are_cut_into_spans_that_fill_the_device() {
     // Beside a decode row, both fill the device: they are dispatches of their own.
     let mixed = split(&[(1, 100_000), (5, 100_000)], &config());
     assert_eq!((mixed.decode_items.len(), mixed.prefill_items.len()), (83, 83));
-    // A chunk that has tiles enough has no partial results.
+    // A chunk that has tiles enough has no partial results, but it leaves nobody behind who has much more to walk.
     assert_eq!(split(&[(1024, 100_000)], &config()).num_partials, 0);
+    let beside = split(&[(1024, 1024), (5, 100_000)], &config());
+    let longest = beside.prefill_items.iter().map(|item| item.end_token - item.first_token).max();
+    assert!(longest <= Some(2 * 2100), "{longest:?}");
     // Where scratch is short, decode comes first, and spans of chunks become longer.
     let short = SplitConfig { max_partials: 83 + 100, ..config() };
     let mixed = split(&[(1, 100_000), (5, 100_000)], &short);
@@ -302,6 +305,7 @@ fn nothing_overflows_or_hangs_at_the_edges() {
     for fixed_span_tokens in [None, Some(0), Some(u32::MAX)] {
         let config = SplitConfig { fixed_span_tokens, span_quantum: 1 << 30, ..config() };
         split(&[(1, longest), (1, 1)], &config);
+        split(&[(5, longest), (2, 2)], &SplitConfig { max_partials: 9, ..config });
     }
     let zeros = SplitConfig {
         workgroups_per_item: 0,
