@@ -6,7 +6,7 @@
 
 use std::sync::{
     Arc,
-    atomic::{AtomicU8, Ordering},
+    atomic::{AtomicU8, Ordering, fence},
 };
 
 use paged_kv::{CacheConfig, StepPlan, TransferReport};
@@ -113,8 +113,10 @@ impl FramePool {
     pub fn take(&mut self, plan: &StepPlan, take: impl FnMut(usize, &[f32])) -> Result<Progress, RunError> {
         let Some(OnItsWay { num_logit_rows, arrival }) = &self.on_its_way else { return Ok(Progress::None) };
         let num_logit_rows = *num_logit_rows;
-        // Counted before the value is read: a callback that is gone by then has stored what it had to say.
+        // Counted before the value is read: a callback that is gone by then has stored what it had to say. The count is a
+        // relaxed load, behind which the fence keeps the other one.
         let is_known = Arc::strong_count(arrival) == 1;
+        fence(Ordering::Acquire);
         match arrival.load(Ordering::Acquire) {
             UNKNOWN if !is_known => return Ok(Progress::OnItsWay),
             UNKNOWN => {

@@ -159,7 +159,9 @@ impl App {
             }
             Stage::Failed => {}
         }
-        if let (Stage::Failed, Some(picture)) = (&self.stage, &self.picture) {
+        // A step that failed pauses the program, which would never come to its picture.
+        let has_failed = matches!(self.stage, Stage::Failed) || (self.is_paused && self.error.is_some());
+        if let (true, Some(picture)) = (has_failed, &self.picture) {
             picture.end(context, Err(self.error.clone().unwrap_or_default()));
         }
     }
@@ -246,7 +248,11 @@ impl App {
                 self.step_ms = smoothed(self.step_ms, took);
                 self.service.commit(plan).err()
             }
-            Arrival::Dropped(error) => error,
+            Arrival::Dropped(error) => {
+                // It did not run.
+                self.steps = self.steps.saturating_sub(1);
+                error
+            }
         };
         if let Some(error) = error {
             self.error = Some(error);
@@ -278,7 +284,10 @@ impl App {
             Wish::Branch(slot) => Action::Branch(slot),
             Wish::Stop(slot) => Action::Stop(slot),
             Wish::Continue(slot) => Action::Continue(slot),
-            Wish::Close(slot) => Action::Close(slot),
+            Wish::Close(slot) => {
+                self.addressed = self.addressed.filter(|&addressed| addressed != slot);
+                Action::Close(slot)
+            }
             Wish::Address(slot) => {
                 self.addressed = Some(slot);
                 return;

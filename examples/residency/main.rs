@@ -73,7 +73,8 @@ fn show(options: Options) -> Result<(), String> {
     let native = eframe::NativeOptions {
         viewport: ViewportBuilder::default()
             .with_title("paged-kv residency")
-            .with_inner_size([1440.0, 900.0]),
+            .with_inner_size([1440.0, 900.0])
+            .with_min_inner_size([960.0, 640.0]),
         wgpu_options: WgpuConfiguration { wgpu_setup: setup(options.adapter.clone()), ..Default::default() },
         // Colours mean something here; a test looks at them.
         dithering: false,

@@ -1,6 +1,6 @@
 //! The controls and the counters beside the pool.
 
-use eframe::egui::{ComboBox, Grid, RichText, Sense, Slider, Ui, vec2};
+use eframe::egui::{ComboBox, Grid, RichText, Sense, Slider, SliderClamping, Ui, vec2};
 use paged_kv::{PreemptionMode, SchedulerStats, VictimPolicy};
 
 use crate::{
@@ -32,6 +32,8 @@ pub(crate) fn controls(ui: &mut Ui, palette: &Palette, settings: &mut Settings) 
             ui.add(
                 Slider::new(&mut settings.num_blocks, 4..=MOST_BLOCKS)
                     .logarithmic(true)
+                    // What the command line asked for stays, be it beyond the slider's ends.
+                    .clamping(SliderClamping::Edits)
                     .drag_value_speed(1.0),
             );
             ui.end_row();

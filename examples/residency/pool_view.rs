@@ -41,8 +41,9 @@ impl PoolView<'_> {
         let height = ui.available_height() - below;
         card(self.palette)
             .show(ui, |ui| {
-                ui.set_max_height(height - 26.0);
-                ui.set_min_size(vec2(ui.available_width(), height - 26.0));
+                let height = (height - 26.0).max(0.0);
+                ui.set_max_height(height);
+                ui.set_min_size(vec2(ui.available_width(), height));
                 self.heading(ui);
                 ui.add_space(4.0);
                 let rest = if self.host_blocks > 0 { 62.0 } else { 34.0 };

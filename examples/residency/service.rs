@@ -118,7 +118,10 @@ impl Service {
     pub(crate) fn plan(&mut self, reports: &[TransferReport], now: f64) -> Option<StepPlan> {
         self.scheduler.complete_transfers(reports);
         (self.waiting, self.is_idle) = (None, false);
-        match self.scheduler.schedule() {
+        let schedule = self.scheduler.schedule();
+        // The step of a chat that was closed may have been dropped.
+        (0..NUM_OWNERS).for_each(|slot| self.clear_if_gone(slot));
+        match schedule {
             Schedule::Step(plan) => {
                 self.marks.note(&plan, now);
                 self.results.clear();

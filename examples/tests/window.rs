@@ -442,7 +442,9 @@ fn assert_close(found: Rgb, expected: Rgb, what: impl Fn() -> String) {
 /// A block to which something has just happened has a ring of that colour, nearer to it than to the ground.
 fn check_marks(image: &Image, palette: &Palette, blocks: &[Value], marks: &[Value]) {
     let distance = |a: Rgb, b: Rgb| a.iter().zip(b).map(|(&a, b)| u32::from(a.abs_diff(b))).sum::<u32>();
-    for mark in marks.iter().filter(|mark| float(&mark["strength"]) == 1.0) {
+    let mut fresh = marks.iter().filter(|mark| float(&mark["strength"]) == 1.0).peekable();
+    assert!(fresh.peek().is_some(), "no block has just moved or been copied");
+    for mark in fresh {
         let square = square_of(&blocks[mark["block"].as_u64().unwrap() as usize]);
         let colour: Vec<u8> =
             mark["colour"].as_array().unwrap().iter().map(|c| c.as_u64().unwrap() as u8).collect();
