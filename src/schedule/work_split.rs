@@ -260,7 +260,7 @@ fn chunk_span(plan: &StepPlan, config: &SplitConfig, room: u64) -> u32 {
     let mut span = whole_quanta(wanted_span, config);
     while span < longest && chunk_partials(plan, span) > room {
         let longer = whole_quanta(2 * u64::from(span), config);
-        // No longer one is a multiple of the quantum.
+        // Beyond the longest multiple of the quantum nothing is cut.
         span = if longer > span { longer } else { u32::MAX };
     }
     span

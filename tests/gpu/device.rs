@@ -25,6 +25,7 @@ use std::ops::RangeInclusive;
 use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 
+use paged_kv::{CacheConfig, KvType, ModelShape};
 use pollster::FutureExt as _;
 use wgpu::{Backend, Backends, Features, Limits};
 
@@ -438,4 +439,13 @@ mod tests {
         let view = readback.get_mapped_range(..).expect("the buffer is mapped");
         bytemuck::cast_slice(&view).to_vec()
     }
+}
+
+/// A pool of 16 blocks of 4 tokens in f16, a host pool of 8 blocks, and four tables.
+pub(crate) fn small_pool(shape: &ModelShape) -> CacheConfig {
+    CacheConfig::for_blocks(16, shape, KvType::F16)
+        .and_then(|config| config.with_block_size(4))
+        .and_then(|config| config.with_host_blocks(8))
+        .and_then(|config| config.with_max_sequences(4))
+        .expect("a valid configuration")
 }

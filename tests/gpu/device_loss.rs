@@ -13,7 +13,7 @@ use paged_kv::{
 };
 use wgpu::{BufferDescriptor, BufferUsages, Features, Limits};
 
-use crate::device::{TestDevice, noop_device, on_each_adapter, open_noop_without_limits};
+use crate::device::{TestDevice, noop_device, on_each_adapter, open_noop_without_limits, small_pool};
 use crate::device_rig::{on_each_adapter_but_gl, open};
 
 const SHAPE: ModelShape = ModelShape { num_layers: 2, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
@@ -23,13 +23,8 @@ fn noop() -> TestDevice {
     noop_device(Limits::default(), Features::empty(), 8..=8)
 }
 
-/// A pool of 16 blocks of 4 tokens, and 8 slots.
 fn config() -> CacheConfig {
-    CacheConfig::for_blocks(16, &SHAPE, KvType::F16)
-        .and_then(|config| config.with_block_size(4))
-        .and_then(|config| config.with_host_blocks(8))
-        .and_then(|config| config.with_max_sequences(4))
-        .expect("a valid configuration")
+    small_pool(&SHAPE)
 }
 
 fn forbid_uncaptured(gpu: &TestDevice) {

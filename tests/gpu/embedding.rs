@@ -11,12 +11,10 @@ use paged_kv::{
 use wgpu::{BufferDescriptor, BufferUsages, CommandEncoder, Features, Limits};
 
 use crate::counting_allocator::held_bytes;
-use crate::device::{TestAdapter, TestDevice, noop_device};
+use crate::device::{TestAdapter, TestDevice, noop_device, small_pool};
 use crate::device_rig::{DeviceRig, on_each_adapter_but_gl, open};
-use crate::rig::{Rig, Tensors};
-
-/// See `kernels.rs`.
-const TOLERANCE: f64 = 1e-5;
+use crate::rig::Rig;
+use crate::steps::step;
 
 const SHAPE: ModelShape = ModelShape { num_layers: 2, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
 const ROWS: u32 = 16;
@@ -28,11 +26,7 @@ fn noop() -> TestDevice {
 }
 
 fn config() -> CacheConfig {
-    CacheConfig::for_blocks(16, &SHAPE, KvType::F16)
-        .and_then(|config| config.with_block_size(4))
-        .and_then(|config| config.with_host_blocks(8))
-        .and_then(|config| config.with_max_sequences(4))
-        .expect("a valid configuration")
+    small_pool(&SHAPE)
 }
 
 fn buffer(gpu: &TestDevice) -> wgpu::Buffer {
@@ -112,20 +106,6 @@ fn everything_may_be_sent_and_shared_between_threads() {
     check::<KvCache>();
     check::<Scheduler>();
     check::<DeviceError>();
-}
-
-/// A step of all layers, against the f64 attention and the twin's words.
-fn step(rig: &mut DeviceRig<'_>, pushes: &[(TableId, u32)]) {
-    let plan = rig.host.plan(pushes);
-    let layers: Vec<Tensors> = (0..rig.host.shape.num_layers).map(|_| rig.host.tensors(&plan)).collect();
-    rig.host.begin(&plan);
-    (0..).zip(&layers).for_each(|(layer, tensors)| rig.host.append(&plan, tensors, layer));
-    let outputs = rig.run(&plan, &layers);
-    rig.assert_same_blocks();
-    for ((layer, tensors), output) in (0..).zip(&layers).zip(&outputs) {
-        rig.host.assert_layer_dense(&plan, tensors, layer, output, TOLERANCE);
-    }
-    rig.host.commit(plan);
 }
 
 /// Two models of different shapes, each with a cache of its own: a target and its draft, say.

@@ -15,7 +15,7 @@ use crate::rig::{Rig, Tensors};
 const TOLERANCE: f64 = 1e-5;
 
 /// One step of all layers, checked against the f64 attention and the twin's words, and committed.
-fn step(rig: &mut DeviceRig<'_>, pushes: &[(TableId, u32)]) {
+pub(crate) fn step(rig: &mut DeviceRig<'_>, pushes: &[(TableId, u32)]) {
     let plan = rig.host.plan(pushes);
     let layers: Vec<Tensors> = (0..rig.host.shape.num_layers).map(|_| rig.host.tensors(&plan)).collect();
     rig.host.begin(&plan);

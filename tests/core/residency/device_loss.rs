@@ -2,7 +2,8 @@
 
 use super::{Served, overcommitted, pool, prompt, swapping};
 use paged_kv::{
-    Admission, CommitError, KvCache, MissReason, Retention, RowResult, Schedule, SchedulerConfig, StepBuilder,
+    Admission, CommitError, KvCache, MissReason, Retention, RowResult, Schedule, SchedulerConfig,
+    StepBuilder, StepId,
 };
 
 impl Served {
@@ -188,22 +189,29 @@ fn a_scheduler_without_a_device_to_forget_goes_on_as_before() {
     assert_eq!(served.answers(request, &prompt(1, 8)), 4);
 }
 
+/// A step of an application's own scheduler, committed.
+fn step_of(cache: &mut KvCache, act: impl FnOnce(&mut StepBuilder<'_>)) -> StepId {
+    let mut builder = StepBuilder::new(cache);
+    act(&mut builder);
+    let plan = builder.finish();
+    let step = plan.step();
+    cache.commit_step(plan).unwrap();
+    step
+}
+
 #[test]
 fn tables_alone_are_empty_but_for_those_in_the_host_pool() {
     let mut cache = KvCache::new(pool(16, 8));
     let [stays, away, shared, late] = [(); 4].map(|()| cache.create(24).unwrap());
     let step = |cache: &mut KvCache, pushes: &[(paged_kv::TableId, u32)], outs: &[paged_kv::TableId]| {
-        let mut builder = StepBuilder::new(cache);
-        for &(table, rows) in pushes {
-            builder.push(table, &vec![7; rows as usize]).unwrap();
-        }
-        for &table in outs {
-            builder.swap_out(table).unwrap();
-        }
-        let plan = builder.finish();
-        let step = plan.step();
-        cache.commit_step(plan).unwrap();
-        step
+        step_of(cache, |builder| {
+            for &(table, rows) in pushes {
+                builder.push(table, &vec![7; rows as usize]).unwrap();
+            }
+            for &table in outs {
+                builder.swap_out(table).unwrap();
+            }
+        })
     };
     step(&mut cache, &[(stays, 6), (away, 5), (shared, 8), (late, 9)], &[]);
     let fork = cache.fork(shared, 4, 24).unwrap();
@@ -237,32 +245,17 @@ fn tables_alone_are_empty_but_for_those_in_the_host_pool() {
 fn what_a_failed_return_left_is_not_kept_though_it_was_moved_out_again() {
     let mut cache = KvCache::new(pool(16, 8));
     let table = cache.create(24).unwrap();
-    let mut step = |act: &dyn Fn(&mut StepBuilder<'_>)| {
-        let mut builder = StepBuilder::new(&mut cache);
-        act(&mut builder);
-        let plan = builder.finish();
-        let step = plan.step();
-        cache.commit_step(plan).unwrap();
-        step
-    };
-    step(&|builder| {
+    step_of(&mut cache, |builder| {
         builder.push(table, &[7; 8]).unwrap();
     });
-    let out = |builder: &mut StepBuilder<'_>| {
+    let arrived = step_of(&mut cache, |builder| {
         builder.swap_out(table).unwrap();
-    };
-    let arrived = step(&out);
+    });
     cache.complete_transfers(arrived, true);
-    let mut step = |act: &dyn Fn(&mut StepBuilder<'_>)| {
-        let mut builder = StepBuilder::new(&mut cache);
-        act(&mut builder);
-        let plan = builder.finish();
-        let step = plan.step();
-        cache.commit_step(plan).unwrap();
-        step
-    };
-    let failed = step(&|builder| builder.swap_in(table).unwrap());
-    let arrived = step(&out);
+    let failed = step_of(&mut cache, |builder| builder.swap_in(table).unwrap());
+    let arrived = step_of(&mut cache, |builder| {
+        builder.swap_out(table).unwrap();
+    });
     cache.complete_transfers(failed, false);
     cache.complete_transfers(arrived, true);
     assert_eq!(cache.stats().host_held_blocks, 2);
