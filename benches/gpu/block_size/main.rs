@@ -81,11 +81,12 @@ fn main() -> Result<(), Failure> {
         );
     }
     println!("\nwithin a block, decode time over that of keys, then values");
-    println!("{:>6} {:>12} {:>12}", "P", "two arrays", "per token");
+    println!("{:>6} {:>12} {:>12} {:>12}", "P", "two arrays", "per token", "key columns");
     for block_size in [16, 64, 256] {
         let two = device::placement(&gpu, block_size, Placement::TwoArrays)?;
         let per_token = device::placement(&gpu, block_size, Placement::PerToken)?;
-        println!("{block_size:>6} {two:>12.3} {per_token:>12.3}");
+        let columns = device::placement(&gpu, block_size, Placement::KeyColumns)?;
+        println!("{block_size:>6} {two:>12.3} {per_token:>12.3} {columns:>12.3}");
     }
     Ok(())
 }

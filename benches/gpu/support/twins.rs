@@ -18,6 +18,9 @@ pub enum Placement {
     TwoArrays,
     /// In blocks, each token's value row behind its key row.
     PerToken,
+    /// In blocks, keys before values, but each head's keys by columns: the first 16 bytes of every key, then the next 16
+    /// bytes of every key. Neighbouring invocations, which score neighbouring keys, then read neighbouring bytes.
+    KeyColumns,
     /// One extent per sequence, and no block table: the kernels compute an address once per sequence and head instead
     /// of looking a block up. Keys and values do not get there by `append` but by [`CacheKernel::gather`].
     ///
@@ -33,6 +36,7 @@ impl Placement {
             Self::KeysThenValues => return options,
             Self::TwoArrays => two_arrays(arena_units),
             Self::PerToken => per_token(),
+            Self::KeyColumns => key_columns(),
             Self::Contiguous => contiguous(),
         };
         // SAFETY: each placement gives every (block, slot, head) or (table, token, head) of the pool a place of its own
@@ -95,6 +99,17 @@ fn per_token() -> Vec<(&'static str, String)> {
         (CORE, strides(include_str!("../../../shaders/common/attention_core.wgsl"), "slot_J")),
         (APPEND, strides(include_str!("../../../shaders/append.wgsl"), ")")),
     ]
+}
+
+/// The fragments of [`Placement::KeyColumns`].
+pub fn key_columns() -> Vec<(&'static str, String)> {
+    let core = include_str!("../../../shaders/common/attention_core.wgsl");
+    let core = swap(core, "slot_J * K_ROW", "slot_J");
+    let core = swap(&core, "row_J + chunk", "row_J + (chunk << layer.block_shift)");
+    let append = include_str!("../../../shaders/append.wgsl");
+    let append = swap(append, "slot_in_block(slot) * K_ROW", "slot_in_block(slot)");
+    let append = swap(&append, "i % K_ROW", "((i % K_ROW) << layer.block_shift)");
+    vec![(CORE, core), (APPEND, append)]
 }
 
 /// `text` with `new` wherever it has `old`.

@@ -45,6 +45,9 @@ pub struct Row {
     /// The contiguous twin, where it was compiled.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub contiguous: Option<Contiguous>,
+    /// Instructions per key with keys in columns, over those of the kernel itself, where they were counted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key_columns: Option<f64>,
 }
 
 /// The same kernel over one extent per sequence.
@@ -58,12 +61,15 @@ pub struct Contiguous {
 
 impl Contiguous {
     pub(super) fn new(paged: &PerKey, contiguous: &PerKey) -> Self {
-        let ratio = paged.instructions / contiguous.instructions;
         Self {
             instructions: contiguous.instructions,
-            paged_over_contiguous: (ratio * 1000.0).round() / 1000.0,
+            paged_over_contiguous: thousandths(paged.instructions / contiguous.instructions),
         }
     }
+}
+
+pub(super) fn thousandths(ratio: f64) -> f64 {
+    (ratio * 1000.0).round() / 1000.0
 }
 
 impl Row {

@@ -5,11 +5,12 @@ use std::path::Path;
 use super::assembly;
 use super::compiler::{Compiled, Compiler};
 use super::family::Family;
-use super::figures::{Contiguous, Figures, Row};
+use super::figures::{Contiguous, Figures, Row, thousandths};
 use super::per_key::{PerKey, per_key};
 use super::structure::TileLoads;
 use super::variants::Variant;
 use crate::Failure;
+use crate::twins;
 
 /// How much is measured. More takes longer, and is less certain with a version of Mesa that nobody tried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -67,7 +68,7 @@ fn measure_family(
 fn measure(compiler: &mut Compiler, family: Family, variant: &Variant, depth: Depth) -> Result<Row, Failure> {
     let kernel = variant.kernel.name();
     let compiled = compiler.compile(variant.wgsl(), kernel, false)?;
-    let (mut counted, mut contiguous) = (None, None);
+    let (mut counted, mut contiguous, mut key_columns) = (None, None, None);
     if variant.is_counted() && depth >= Depth::Instructions {
         let loads = variant.tile_loads()?;
         let mut count = |wgsl| count(&compiler.compile(wgsl, kernel, true)?, loads);
@@ -78,7 +79,9 @@ fn measure(compiler: &mut Compiler, family: Family, variant: &Variant, depth: De
         }
         counted = Some(paged);
         if depth >= Depth::Twins {
-            contiguous = Some(Contiguous::new(&paged, &count(variant.contiguous_wgsl())?));
+            contiguous = Some(Contiguous::new(&paged, &count(variant.twin_wgsl(twins::contiguous()))?));
+            let columns = count(variant.twin_wgsl(twins::key_columns()))?;
+            key_columns = Some(thousandths(columns.instructions / paged.instructions));
         }
     }
     Ok(Row {
@@ -94,6 +97,7 @@ fn measure(compiler: &mut Compiler, family: Family, variant: &Variant, depth: De
         code_bytes: compiled.statistic("Code size")?,
         per_key: counted,
         contiguous,
+        key_columns,
     })
 }
 

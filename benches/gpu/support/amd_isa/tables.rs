@@ -23,8 +23,8 @@ pub fn render(figures: &Figures) -> String {
 }
 
 fn family_table(figures: &Figures, family: Family) -> String {
-    let mut text = "| variant | VGPRs | SGPRs | spilled | LDS bytes | waves per SIMD | code bytes | per key | vector ALU | multiply-adds | global | bytes | LDS | cross-lane | scalar | waits | over contiguous |\n".to_owned();
-    text += &format!("|---|{}\n", "---:|".repeat(16));
+    let mut text = "| variant | VGPRs | SGPRs | spilled | LDS bytes | waves per SIMD | code bytes | per key | vector ALU | multiply-adds | global | bytes | LDS | cross-lane | scalar | waits | over contiguous | key columns |\n".to_owned();
+    text += &format!("|---|{}\n", "---:|".repeat(17));
     for row in figures.rows.iter().filter(|row| row.family == family) {
         let _ = write!(
             text,
@@ -43,11 +43,12 @@ fn family_table(figures: &Figures, family: Family) -> String {
 }
 
 fn per_key_cells(row: &Row) -> String {
-    let Some(per_key) = &row.per_key else { return " |".repeat(10) + "\n" };
-    let contiguous =
-        row.contiguous.map_or(String::new(), |twin| format!("{:.3}", twin.paged_over_contiguous));
+    let Some(per_key) = &row.per_key else { return " |".repeat(11) + "\n" };
+    let ratio = |ratio: Option<f64>| ratio.map_or(String::new(), |ratio| format!("{ratio:.3}"));
+    let contiguous = ratio(row.contiguous.map(|twin| twin.paged_over_contiguous));
+    let key_columns = ratio(row.key_columns);
     format!(
-        " {:.1} | {:.1} | {:.1} ({:.0} %) | {:.2} | {:.0} | {:.2} | {:.2} | {:.2} | {:.2} | {contiguous} |\n",
+        " {:.1} | {:.1} | {:.1} ({:.0} %) | {:.2} | {:.0} | {:.2} | {:.2} | {:.2} | {:.2} | {contiguous} | {key_columns} |\n",
         per_key.instructions,
         per_key.vector_alu,
         per_key.multiply_adds,

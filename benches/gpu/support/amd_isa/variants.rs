@@ -5,7 +5,6 @@ use paged_kv::{ActivationType, DEFAULT_BLOCK_SIZE, KvType};
 
 use super::structure::TileLoads;
 use crate::Failure;
-use crate::twins;
 
 /// One of the library's shader variants; K and V have the same type and head size.
 #[derive(Clone, Copy, Debug)]
@@ -96,9 +95,8 @@ impl Variant {
         as_one_subgroup(&self.wgsl())
     }
 
-    /// The same for a cache of one extent per sequence, without block tables.
-    pub(super) fn contiguous_wgsl(&self) -> String {
-        let twin = twins::contiguous();
+    /// The same with the fragments of a twin.
+    pub(super) fn twin_wgsl(&self, twin: Vec<(&'static str, String)>) -> String {
         let replaced: Vec<(&str, &str)> = twin.iter().map(|(name, text)| (*name, text.as_str())).collect();
         as_one_subgroup(&self.key().wgsl_with(u32::from(u16::MAX), &replaced))
     }
