@@ -55,8 +55,29 @@ pub(super) struct Capabilities {
     pub(super) subgroups: bool,
     /// Whether the driver takes so long to compile a long shader that a short one is the better choice.
     pub(super) compact_shaders: bool,
+    pub(super) scale: Scale,
+}
+
+/// How much a device takes at a time, by its class: nothing that wgpu tells says more.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Scale {
     /// Workgroups that fill the device.
     pub(super) target_workgroups: u32,
+    /// Floating-point operations of attention that one dispatch has by default. Enough for half of those workgroups when
+    /// a prompt of 16,384 tokens is read, because dispatches run one after the other; few enough for some milliseconds.
+    /// By the multiply-adds that AMD's compiler makes (benches/RESULTS.md), an RX 7900 XTX needs at least 3 ms for 60
+    /// GFLOP, an RX 7600 8, and a Steam Deck 11 for 15.
+    pub(super) dispatch_flop: u64,
+}
+
+impl Scale {
+    fn of(device_type: DeviceType) -> Self {
+        match device_type {
+            DeviceType::DiscreteGpu => Self { target_workgroups: 1024, dispatch_flop: 60_000_000_000 },
+            DeviceType::Cpu => Self { target_workgroups: 16, dispatch_flop: 1_000_000_000 },
+            _ => Self { target_workgroups: 256, dispatch_flop: 15_000_000_000 },
+        }
+    }
 }
 
 impl Capabilities {
@@ -110,11 +131,7 @@ impl Capabilities {
             // Reducing within smaller subgroups would save next to nothing.
             subgroups: device.features().contains(Features::SUBGROUP) && info.subgroup_min_size >= 4,
             compact_shaders: info.backend == wgpu::Backend::Gl,
-            target_workgroups: match info.device_type {
-                DeviceType::DiscreteGpu => 1024,
-                DeviceType::Cpu => 16,
-                _ => 256,
-            },
+            scale: Scale::of(info.device_type),
         })
     }
 }
@@ -141,6 +158,18 @@ mod tests {
         for (bytes, most) in [(1 << 27, 1 << 27), (2 << 30, (2 << 30) - 4), (1 << 36, (2 << 30) - 4)] {
             assert_eq!(max_binding_bytes(&sized(bytes)), bytes);
             assert_eq!(max_tensor_bytes(&sized(bytes)), most);
+        }
+    }
+
+    #[test]
+    fn a_dispatch_over_a_long_prompt_fills_half_of_the_device() {
+        let flop_per_pair = 4 * 32 * 128;
+        for device_type in [DeviceType::DiscreteGpu, DeviceType::IntegratedGpu, DeviceType::Cpu] {
+            let scale = Scale::of(device_type);
+            let pairs = scale.dispatch_flop / flop_per_pair;
+            // 32/8 heads: a tile of eight queries is two rows, and a workgroup for each of the eight kv heads.
+            let workgroups = pairs / (2 * 16_384) * 8;
+            assert!(2 * workgroups >= u64::from(scale.target_workgroups), "{device_type:?}: {workgroups}");
         }
     }
 

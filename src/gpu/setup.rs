@@ -11,9 +11,6 @@ use crate::schedule::SplitConfig;
 /// Scratch for partial results where nothing else is asked for, in bytes.
 const DEFAULT_SCRATCH_BYTES: u64 = 32 << 20;
 
-/// Floating-point operations of attention that one dispatch has by default.
-const DEFAULT_DISPATCH_FLOP: u64 = 15_000_000_000;
-
 /// How queries are cut into tiles, one per workgroup.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct QueryTiles {
@@ -80,7 +77,7 @@ pub(super) fn split_config(
     tiles: QueryTiles,
 ) -> SplitConfig {
     let workgroups_per_item = shape.num_kv_heads * tiles.head_tiles;
-    let target_workgroups = options.target_workgroups.unwrap_or(capabilities.target_workgroups).max(1);
+    let target_workgroups = options.target_workgroups.unwrap_or(capabilities.scale.target_workgroups).max(1);
     let span_quantum = TILE.max(cache.block_size());
     let longest = u32::MAX / span_quantum * span_quantum;
     let fixed_span_tokens =
@@ -106,6 +103,7 @@ pub(super) fn split_config(
     let flop_per_pair = 2
         * u64::from(shape.num_query_heads)
         * u64::from(cache.layout().k_head_dim + cache.layout().v_head_dim);
+    let dispatch_flop = capabilities.scale.dispatch_flop;
     SplitConfig {
         workgroups_per_item,
         workgroups_per_tile: shape.num_kv_heads,
@@ -115,7 +113,7 @@ pub(super) fn split_config(
         target_workgroups,
         max_partials: u32::try_from(max_partials).unwrap_or(u32::MAX),
         fixed_span_tokens,
-        dispatch_work_budget: options.dispatch_work_budget.unwrap_or(DEFAULT_DISPATCH_FLOP / flop_per_pair),
+        dispatch_work_budget: options.dispatch_work_budget.unwrap_or(dispatch_flop / flop_per_pair),
     }
 }
 
