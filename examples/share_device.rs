@@ -51,7 +51,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     // An application has all this already. It asks for what the library recommends beside its own needs. WGPU_BACKEND and
     // WGPU_ADAPTER_NAME choose the adapter, as in wgpu's own examples.
     let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env());
-    let adapter = pollster::block_on(wgpu::util::initialize_adapter_from_env_or_default(&instance, None))?;
+    let adapter = pollster::block_on(wgpu::util::initialize_adapter_from_env_or_default(&instance, None))
+        .map_err(|error| format!("{error}; README.md, Troubleshooting, says what to install"))?;
     let (device, queue) = pollster::block_on(adapter.request_device(&wgpu::DeviceDescriptor {
         required_features: recommended_features(&adapter),
         required_limits: recommended_limits(&adapter, wgpu::Limits::default()),
