@@ -10,7 +10,6 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
 use super::cases::{CASES, Case};
-use super::complaints::Complaints;
 use super::step::{Errors, run};
 
 /// Most error, relative to the largest element of a head: f32 rounds each of a few thousand terms to 6e-8, and `exp2`
@@ -27,6 +26,8 @@ pub(crate) struct Check {
     pub(crate) tolerance: f64,
     pub(crate) worst_error: f64,
     pub(crate) cases: Vec<CaseResult>,
+    /// What ended it before its time; null where nothing did.
+    pub(crate) interruption: Option<String>,
 }
 
 /// What came out of one case.
@@ -41,8 +42,9 @@ pub(crate) struct CaseResult {
     pub(crate) failure: Option<String>,
 }
 
-/// Runs cases until the next one would probably take longer than what is left of `budget`; one at least.
-pub(crate) fn check(gpu: &Gpu, complaints: &Complaints, budget: Duration) -> Check {
+/// Runs cases until the next one would probably take longer than what is left of `budget`, or the device is lost; one at
+/// least.
+pub(crate) fn check(gpu: &Gpu, budget: Duration) -> Check {
     let start = Instant::now();
     let bar = ProgressBar::new(CASES.len() as u64);
     bar.set_style(
@@ -50,6 +52,7 @@ pub(crate) fn check(gpu: &Gpu, complaints: &Complaints, budget: Duration) -> Che
             .unwrap_or_else(|_| ProgressStyle::default_bar()),
     );
     let mut cases: Vec<CaseResult> = Vec::new();
+    let mut interruption = None;
     let mut longest = Duration::ZERO;
     for case in CASES {
         if !cases.is_empty() && start.elapsed() + longest > budget {
@@ -57,31 +60,31 @@ pub(crate) fn check(gpu: &Gpu, complaints: &Complaints, budget: Duration) -> Che
         }
         bar.set_message(case.to_string());
         let begun = Instant::now();
-        let errors = run(gpu, case);
+        let errors = gpu.explain(run(gpu, case));
+        if gpu.is_lost() {
+            interruption = errors.err().map(|failure| failure.to_string());
+            break;
+        }
         longest = longest.max(begun.elapsed());
-        cases.push(judge(case, begun.elapsed(), errors, complaints.take()));
+        cases.push(judge(case, begun.elapsed(), errors));
         bar.inc(1);
     }
     bar.finish_and_clear();
     let errors = cases.iter().flat_map(|case| [case.decode_error, case.prefill_error]).flatten();
     Check {
-        passed: cases.iter().all(|case| case.failure.is_none()),
+        passed: interruption.is_none() && cases.iter().all(|case| case.failure.is_none()),
         cases_run: cases.len(),
         cases_total: CASES.len(),
         seconds: start.elapsed().as_secs_f64(),
         tolerance: TOLERANCE,
         worst_error: errors.fold(0.0, f64::max),
         cases,
+        interruption,
     }
 }
 
-/// The result of a case, from what came out and what wgpu complained of.
-pub(crate) fn judge(
-    case: &Case,
-    took: Duration,
-    errors: Result<Errors, Failure>,
-    complaint: Option<String>,
-) -> CaseResult {
+/// The result of a case, from what came out.
+pub(crate) fn judge(case: &Case, took: Duration, errors: Result<Errors, Failure>) -> CaseResult {
     let (decode, prefill, failure) = match errors {
         Ok(Errors { decode, prefill, stored_exactly }) => {
             let failure = if decode > TOLERANCE || prefill > TOLERANCE {
@@ -102,6 +105,6 @@ pub(crate) fn judge(
         seconds: took.as_secs_f64(),
         decode_error: finite(decode),
         prefill_error: finite(prefill),
-        failure: complaint.or(failure),
+        failure,
     }
 }

@@ -11,7 +11,6 @@
 mod adapters;
 mod cases;
 mod check;
-mod complaints;
 mod models;
 mod rates;
 mod report;
@@ -21,16 +20,16 @@ mod step;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use bench_support::faults::is_caught;
 use bench_support::gpu::Gpu;
 use clap::Parser;
 
 use adapters::AdapterFacts;
-use complaints::Complaints;
 use report::{Report, Versions};
 
 /// Reports what the library makes of an adapter; with --check, whether its numbers are right.
 ///
-/// Exit status 1 when a check failed, 2 when there is nothing to report on.
+/// Exit status 1 when a check failed, 2 when there is nothing to report on, 3 when the device failed meanwhile.
 #[derive(Debug, Parser)]
 #[command(name = "device_report")]
 struct Options {
@@ -53,13 +52,23 @@ struct Options {
 
 fn main() -> ExitCode {
     let options = Options::parse();
+    // wgpu panics where the driver reports a loss while it is waited for. `Gpu::wait` makes an error of it, which is told.
+    let hook = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        if !is_caught(panic) {
+            hook(panic);
+        }
+    }));
     match make(&options) {
         Ok(report) => {
             match options.json {
                 true => println!("{}", report.json()),
                 false => print!("{}", report.text()),
             }
-            ExitCode::from(if report.passed() { 0 } else { 1 })
+            if let Some(failure) = report.failure() {
+                eprintln!("device_report: {failure}");
+            }
+            ExitCode::from(report.status())
         }
         Err(message) => {
             eprintln!("device_report: {message}");
@@ -89,11 +98,9 @@ fn make(options: &Options) -> Result<Report, String> {
     let gpu =
         Gpu::on(adapter).map_err(|error| format!("{} gives no device: {error}", facts[chosen].label))?;
     let pool_bytes = options.pool << 20;
-    let complaints = Complaints::of(&gpu);
-    let rates = rates::measure(&gpu).map_err(|failure| failure.to_string());
-    let (rates, rates_failure) = match complaints.take().map_or(rates, Err) {
+    let (rates, rates_failure) = match gpu.explain(rates::measure(&gpu)) {
         Ok(rates) => (Some(rates), None),
-        Err(failure) => (None, Some(failure)),
+        Err(failure) => (None, Some(failure.to_string())),
     };
     Ok(Report {
         versions: Versions::here(),
@@ -105,6 +112,6 @@ fn make(options: &Options) -> Result<Report, String> {
         models: models::fits(pool_bytes, max_binding),
         rates,
         rates_failure,
-        check: options.check.map(|seconds| check::check(&gpu, &complaints, Duration::from_secs(seconds))),
+        check: options.check.map(|seconds| check::check(&gpu, Duration::from_secs(seconds))),
     })
 }

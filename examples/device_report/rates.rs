@@ -48,7 +48,7 @@ pub(crate) struct Variant {
 }
 
 pub(crate) fn measure(gpu: &Gpu) -> Result<Rates, Failure> {
-    let streams = stream_rates(gpu);
+    let streams = stream_rates(gpu)?;
     // On hardware 1 GiB of keys and values, which no cache of the device holds.
     let (num_layers, context) = if gpu.is_software { (1, 512) } else { (32, 2048) };
     let sequences = 4;
@@ -68,7 +68,7 @@ pub(crate) fn measure(gpu: &Gpu) -> Result<Rates, Failure> {
         creation_seconds: variant.creation_time.as_secs_f64(),
     });
     let variants = variants.collect();
-    let layer_seconds = repeated(|| cache.time(LayerPart::Attention));
+    let layer_seconds = repeated(|| cache.time(LayerPart::Attention))?;
     let rate = layer_bytes / layer_seconds;
     Ok(Rates {
         clock: gpu.clock(),

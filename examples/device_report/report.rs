@@ -4,11 +4,11 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use crate::adapters::AdapterFacts;
-use crate::check::Check;
-use crate::models::Fit;
-use crate::rates::{Decode, Rates};
-use crate::requests::Request;
+use super::adapters::AdapterFacts;
+use super::check::Check;
+use super::models::Fit;
+use super::rates::{Decode, Rates};
+use super::requests::Request;
 
 /// All that is reported; as JSON, with these names.
 #[derive(Clone, Debug, Serialize)]
@@ -62,9 +62,20 @@ fn locked(package: &str) -> &'static str {
 }
 
 impl Report {
-    /// Whether nothing that was checked is wrong.
-    pub(crate) fn passed(&self) -> bool {
-        self.check.as_ref().is_none_or(|check| check.passed)
+    /// Why there is less in it than was asked for.
+    pub(crate) fn failure(&self) -> Option<&str> {
+        let interruption = self.check.as_ref().and_then(|check| check.interruption.as_deref());
+        self.rates_failure.as_deref().or(interruption)
+    }
+
+    /// The program's exit status.
+    pub(crate) fn status(&self) -> u8 {
+        let cases = self.check.iter().flat_map(|check| &check.cases);
+        match self.failure() {
+            _ if cases.into_iter().any(|case| case.failure.is_some()) => 1,
+            Some(_) => 3,
+            None => 0,
+        }
     }
 
     pub(crate) fn json(&self) -> String {
@@ -176,6 +187,10 @@ impl Report {
             text.push_str("\nnumbers: not checked; --check does, in about three minutes at most\n");
             return;
         };
+        if let (true, Some(interruption)) = (check.cases.is_empty(), &check.interruption) {
+            let _ = writeln!(text, "\nnumbers: not checked: {interruption:.70}");
+            return;
+        }
         let wrong = check.cases.iter().filter(|case| case.failure.is_some()).count();
         let verdict = match wrong {
             0 => format!("right in all {} cases", check.cases_run),
@@ -186,6 +201,9 @@ impl Report {
             "\nnumbers: {verdict} that were run, of {}, in {:.0} s; worst error {:.1e} of {:.0e} allowed",
             check.cases_total, check.seconds, check.worst_error, check.tolerance
         );
+        if let Some(interruption) = &check.interruption {
+            let _ = writeln!(text, "  ended before its time: {interruption:.70}");
+        }
         for case in &check.cases {
             if let Some(failure) = &case.failure {
                 let _ = writeln!(text, "  {}\n      {failure:.90}", case.name);

@@ -77,7 +77,7 @@ pub(crate) fn run(gpu: &Gpu, case: &Case) -> Result<Errors, Failure> {
         let worst = if *rows == 1 { &mut decode } else { &mut prefill };
         *worst = worst.max(error);
     }
-    let stored: Vec<u32> = gpu.read(&rig.attention.arena_buffers()[0]);
+    let stored: Vec<u32> = gpu.read(&rig.attention.arena_buffers()[0])?;
     Ok(Errors { decode, prefill, stored_exactly: stored == rig.twin.words() })
 }
 
@@ -121,7 +121,7 @@ impl<'a> Rig<'a> {
             let mut encoder = self.gpu.encoder();
             self.attention.record_transfers(&mut encoder, &mut step);
             self.gpu.queue.submit([encoder.finish()]);
-            self.gpu.wait();
+            self.gpu.wait()?;
             self.kv.commit_step(plan)?;
         }
     }
@@ -176,7 +176,7 @@ impl<'a> Rig<'a> {
         }
         drop(pass);
         gpu.queue.submit([encoder.finish()]);
-        Ok(gpu.read(&output))
+        Ok(gpu.read(&output)?)
     }
 
     /// Largest error of one sequence's rows against the f64 attention over what the twin holds.

@@ -28,32 +28,32 @@ pub(crate) fn attention(gpu: &Gpu, rates: &StreamRates, spec: &Spec, patient: bo
     let mut twin = BenchCache::new(gpu, case.clone(), Placement::Contiguous)?;
     let gather = CacheKernel::gather(gpu, &ours, &twin);
     let plain = CacheKernel::plain(gpu, &ours);
-    let first = ours.time(Attention) * f64::from(case.num_layers);
+    let first = ours.time(Attention)? * f64::from(case.num_layers);
     if first > PATIENCE && !patient {
         return Err(format!("one run takes {first:.1} s here; --case with its name runs it").into());
     }
     let plain_seconds = verify(gpu, &mut ours, &mut twin, &gather, &plain, spec.with_rivals)?;
 
-    let over_contiguous = interleaved(|| ours.time(Attention), || twin.time(Attention));
+    let over_contiguous = interleaved(|| ours.time(Attention), || twin.time(Attention))?;
     let mut row = Row::new(spec, rates.read, case.kv_bytes(), over_contiguous.first);
     row.dispatches = ours.dispatches();
     row.kv_bytes_loaded = Some(ours.bytes_loaded());
     row.over_contiguous = Some(over_contiguous.ratio);
     if spec.with_rivals {
-        let gathered = interleaved(|| gather_then_dense(gpu, &gather, &mut twin), || ours.time(Attention));
+        let gathered = interleaved(|| gather_then_dense(gpu, &gather, &mut twin), || ours.time(Attention))?;
         row.gather_over_ours = Some(gathered.ratio);
         row.plain_kv_bytes_loaded = Some(plain_bytes(spec));
         if plain_seconds < PATIENCE || patient {
             let layers = case.num_layers;
-            let plain = interleaved(|| run_plain(gpu, &plain, layers), || ours.time(Attention));
+            let plain = interleaved(|| run_plain(gpu, &plain, layers), || ours.time(Attention))?;
             row.plain_over_ours = Some(plain.ratio);
         }
     }
     Ok(row)
 }
 
-fn gather_then_dense(gpu: &Gpu, gather: &CacheKernel, twin: &mut BenchCache<'_>) -> f64 {
-    let mut step = twin.prepare();
+fn gather_then_dense(gpu: &Gpu, gather: &CacheKernel, twin: &mut BenchCache<'_>) -> Result<f64, Failure> {
+    let mut step = twin.prepare()?;
     let mut encoder = gpu.encoder();
     twin.attention.record_transfers(&mut encoder, &mut step);
     let layers = twin.case.num_layers;
@@ -62,13 +62,13 @@ fn gather_then_dense(gpu: &Gpu, gather: &CacheKernel, twin: &mut BenchCache<'_>)
             gather.record(pass, layer);
             twin.record_layer(pass, &mut step, layer, Attention);
         }
-    });
-    seconds / f64::from(layers)
+    })?;
+    Ok(seconds / f64::from(layers))
 }
 
-fn run_plain(gpu: &Gpu, plain: &CacheKernel, layers: u32) -> f64 {
-    let seconds = gpu.time(gpu.encoder(), |pass| (0..layers).for_each(|layer| plain.record(pass, layer)));
-    seconds / f64::from(layers)
+fn run_plain(gpu: &Gpu, plain: &CacheKernel, layers: u32) -> Result<f64, Failure> {
+    let seconds = gpu.time(gpu.encoder(), |pass| (0..layers).for_each(|layer| plain.record(pass, layer)))?;
+    Ok(seconds / f64::from(layers))
 }
 
 /// Checks that all give our results, on the same blocks; the seconds that the plain kernel took.
@@ -80,20 +80,20 @@ fn verify(
     plain: &CacheKernel,
     with_plain: bool,
 ) -> Result<f64, Failure> {
-    ours.time(Attention);
-    let expected = ours.results();
+    ours.time(Attention)?;
+    let expected = ours.results()?;
     let largest = expected.iter().fold(0.0f32, |most, x| most.max(x.abs()));
     if largest == 0.0 || !expected.iter().all(|x| x.is_finite()) {
         return Err("the library's own results mean nothing".into());
     }
-    gather_then_dense(gpu, gather, twin);
-    check("the contiguous twin", &expected, &twin.results(), largest)?;
+    gather_then_dense(gpu, gather, twin)?;
+    check("the contiguous twin", &expected, &twin.results()?, largest)?;
     if !with_plain {
         return Ok(0.0);
     }
     // Into our own output, which must therefore be read before.
-    let seconds = run_plain(gpu, plain, ours.case.num_layers) * f64::from(ours.case.num_layers);
-    check("the plain kernel", &expected, &ours.results(), largest)?;
+    let seconds = run_plain(gpu, plain, ours.case.num_layers)? * f64::from(ours.case.num_layers);
+    check("the plain kernel", &expected, &ours.results()?, largest)?;
     Ok(seconds)
 }
 

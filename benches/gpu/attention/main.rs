@@ -57,7 +57,7 @@ fn main() -> Result<(), Failure> {
     let options = Options::parse();
     let gpu = Gpu::open(options.adapter.as_deref())?;
     println!("{}", gpu.name);
-    let rates = stream_rates(&gpu);
+    let rates = stream_rates(&gpu)?;
     println!("timed by {}", gpu.clock());
     if gpu.is_software {
         println!("a software adapter: only ratios mean anything");
@@ -67,8 +67,9 @@ fn main() -> Result<(), Failure> {
     let specs = if options.quick { cases::quick() } else { cases::all() };
     for mut spec in specs.into_iter().filter(|spec| spec.name().contains(wanted)) {
         spec.case.num_layers = num_layers(&gpu, &spec);
-        match run(&gpu, &rates, &spec, options.quick || options.case.is_some()) {
+        match gpu.explain(run(&gpu, &rates, &spec, options.quick || options.case.is_some())) {
             Ok(rows) => rows.into_iter().for_each(|row| report.add(row)),
+            Err(reason) if gpu.is_lost() => return Err(reason),
             Err(reason) => report.leave_out(&spec.name(), &reason.to_string()),
         }
     }

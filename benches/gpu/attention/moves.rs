@@ -18,7 +18,7 @@ use crate::report::Row;
 pub(crate) fn append(gpu: &Gpu, rates: &StreamRates, spec: &Spec) -> Result<Row, Failure> {
     let case = &spec.case;
     let mut cache = BenchCache::new(gpu, case.clone(), Placement::KeysThenValues)?;
-    let seconds = repeated(|| cache.time(Append));
+    let seconds = repeated(|| cache.time(Append))?;
     let elements = u64::from(case.rows() * case.num_kv_heads * 2 * case.head_dim);
     let bytes = elements * u64::from(4 + case.kv_type.bits() / 8);
     let mut row = Row::new(spec, rates.copy, bytes, seconds);
@@ -48,17 +48,17 @@ pub(crate) fn block_copy(gpu: &Gpu, rates: &StreamRates, spec: &Spec) -> Result<
     let seconds = repeated(|| {
         let mut builder = StepBuilder::new(&mut kv);
         for &branch in &branches {
-            builder.push(branch, &[0]).expect("room in the pool");
+            builder.push(branch, &[0])?;
         }
         let plan = builder.finish();
         assert_eq!(plan.block_copies().len() as u32, num_copies, "every branch copies its block");
-        let mut step = attention.prepare(&plan).expect("a step that fits");
+        let mut step = attention.prepare(&plan)?;
         let mut encoder = gpu.encoder();
         attention.record_transfers(&mut encoder, &mut step);
-        let seconds = gpu.time(encoder, |pass| attention.record_block_copies(pass, &mut step));
+        let seconds = gpu.time(encoder, |pass| attention.record_block_copies(pass, &mut step))?;
         dispatches = attention.stats().step_dispatches;
-        seconds
-    });
+        Ok::<_, Failure>(seconds)
+    })?;
     let bytes = 2 * u64::from(num_copies) * config.bytes_per_block();
     let mut row = Row::new(spec, rates.copy, bytes, seconds);
     row.dispatches = dispatches;
@@ -95,7 +95,7 @@ pub(crate) fn swap(gpu: &Gpu, rates: &StreamRates, spec: &Spec) -> Result<Vec<Ro
             let mut encoder = gpu.encoder();
             attention.record_transfers(&mut encoder, &mut step);
             gpu.queue.submit([encoder.finish()]);
-            gpu.wait();
+            gpu.wait()?;
             let reports = attention.poll_transfers();
             let seconds = start.elapsed().as_secs_f64();
             drop(step);

@@ -43,17 +43,17 @@ pub(crate) fn reads(gpu: &Gpu, block_size: u32, twin: &mut BenchCache<'_>) -> Re
     let mut ours = BenchCache::new(gpu, case, Placement::KeysThenValues)?;
     let gather = CacheKernel::gather_read(gpu, &ours);
     // Also makes the tables known to the bench's kernels.
-    ours.time(Attention);
+    ours.time(Attention)?;
     let extents = CacheKernel::gather(gpu, &ours, twin);
-    gpu.time(gpu.encoder(), |pass| (0..layers).for_each(|layer| extents.record(pass, layer)));
-    twin.time(Attention);
-    check("the contiguous twin", &ours.results(), &twin.results())?;
+    gpu.time(gpu.encoder(), |pass| (0..layers).for_each(|layer| extents.record(pass, layer)))?;
+    twin.time(Attention)?;
+    check("the contiguous twin", &ours.results()?, &twin.results()?)?;
     let stream = Stream::read(gpu, bytes.min(gpu.device.limits().max_storage_buffer_binding_size));
     let pair = interleaved(
         || gpu.time(gpu.encoder(), |pass| (0..layers).for_each(|layer| gather.record(pass, layer))),
         || stream.time(),
-    );
-    let over_contiguous = interleaved(|| ours.time(Attention), || twin.time(Attention)).ratio;
+    )?;
+    let over_contiguous = interleaved(|| ours.time(Attention), || twin.time(Attention))?.ratio;
     let gather_rate = bytes as f64 / pair.first;
     let gather_share = bytes as f64 / stream.bytes() as f64 / pair.ratio;
     Ok(Reads { gather_rate, gather_share, over_contiguous })
@@ -63,10 +63,10 @@ pub(crate) fn reads(gpu: &Gpu, block_size: u32, twin: &mut BenchCache<'_>) -> Re
 pub(crate) fn placement(gpu: &Gpu, block_size: u32, placement: Placement) -> Result<f64, Failure> {
     let mut ours = BenchCache::new(gpu, case(gpu, block_size), Placement::KeysThenValues)?;
     let mut other = BenchCache::new(gpu, case(gpu, block_size), placement)?;
-    ours.time(Attention);
-    other.time(Attention);
-    check(&format!("{placement:?}"), &ours.results(), &other.results())?;
-    Ok(interleaved(|| other.time(Attention), || ours.time(Attention)).ratio)
+    ours.time(Attention)?;
+    other.time(Attention)?;
+    check(&format!("{placement:?}"), &ours.results()?, &other.results()?)?;
+    Ok(interleaved(|| other.time(Attention), || ours.time(Attention))?.ratio)
 }
 
 fn check(what: &str, expected: &[f32], actual: &[f32]) -> Result<(), Failure> {
@@ -100,13 +100,13 @@ pub(crate) fn copies(gpu: &Gpu, block_size: u32) -> Result<(u64, f64), Failure> 
     let seconds = repeated(|| {
         let mut builder = StepBuilder::new(&mut kv);
         for &branch in &branches {
-            builder.push(branch, &[0]).expect("room in the pool");
+            builder.push(branch, &[0])?;
         }
         let plan = builder.finish();
-        let mut step = attention.prepare(&plan).expect("a step that fits");
+        let mut step = attention.prepare(&plan)?;
         let mut encoder = gpu.encoder();
         attention.record_transfers(&mut encoder, &mut step);
-        gpu.time(encoder, |pass| attention.record_block_copies(pass, &mut step))
-    });
+        Ok::<_, Failure>(gpu.time(encoder, |pass| attention.record_block_copies(pass, &mut step))?)
+    })?;
     Ok((4 * config.bytes_per_block(), seconds))
 }

@@ -47,7 +47,7 @@ fn main() -> Result<(), Failure> {
     }
     let gpu = Gpu::open(options.adapter.as_deref())?;
     println!("{}", gpu.name);
-    let rates = stream_rates(&gpu);
+    let rates = stream_rates(&gpu)?;
     println!(
         "timed by {}; stream read {:.2} GB/s, copy {:.2} GB/s\n",
         gpu.clock(),
@@ -64,8 +64,9 @@ fn main() -> Result<(), Failure> {
     for &block_size in &sizes {
         let reads = device::reads(&gpu, block_size, &mut twin)?;
         // Eight large blocks may be more than the device binds.
-        let (bytes, seconds) = match device::copies(&gpu, block_size) {
+        let (bytes, seconds) = match gpu.explain(device::copies(&gpu, block_size)) {
             Ok(copies) => copies,
+            Err(reason) if gpu.is_lost() => return Err(reason),
             Err(reason) => {
                 println!("{block_size:>6} copies left out: {reason}");
                 (0, 0.0)

@@ -3,11 +3,12 @@
 use paged_kv::shaders::LayerPart;
 use paged_kv::{
     AttentionOptions, BoundTensors, CacheConfig, KvCache, KvType, LayerTensors, ModelShape, PagedAttention,
-    PreparedStep, StepBuilder, StepPlan, TableId, TensorSlice, WorkSplit,
+    PrepareError, PreparedStep, StepBuilder, StepPlan, TableId, TensorSlice, WorkSplit,
 };
 use wgpu::ComputePass;
 
 use crate::Failure;
+use crate::faults::GpuFailure;
 use crate::gpu::Gpu;
 use crate::twins::Placement;
 
@@ -140,8 +141,8 @@ impl<'a> BenchCache<'a> {
         cache.grow_tables(placement)?;
         if placement != Placement::Contiguous {
             // Dropped steps take their blocks in one order or its reverse.
-            cache.time(LayerPart::Append);
-            cache.time(LayerPart::Append);
+            cache.time(LayerPart::Append)?;
+            cache.time(LayerPart::Append)?;
         }
         Ok(cache)
     }
@@ -169,17 +170,20 @@ impl<'a> BenchCache<'a> {
                 if placement != Placement::Contiguous {
                     self.record(pass, &mut step, LayerPart::Append);
                 }
-            });
+            })?;
             drop(step);
             self.kv.commit_step(plan)?;
         }
     }
 
     /// Builds and uploads the step once more: the same rows on the same context.
-    pub fn prepare(&mut self) -> PreparedStep {
+    ///
+    /// # Errors
+    /// [`PrepareError`] when the device is lost or has no memory.
+    pub fn prepare(&mut self) -> Result<PreparedStep, PrepareError> {
         let plan = self.plan();
         self.work.split(&plan, self.attention.split_config());
-        let step = self.attention.prepare(&plan).expect("a step that fits");
+        let step = self.attention.prepare(&plan)?;
         let entries = self.kv.config().table_entries() as usize;
         for (index, &table) in self.tables.iter().enumerate() {
             let blocks: Vec<u32> =
@@ -187,7 +191,7 @@ impl<'a> BenchCache<'a> {
             let place = (index * entries * 4) as u64;
             self.gpu.queue.write_buffer(&self.tables_buffer, place, bytemuck::cast_slice(&blocks));
         }
-        step
+        Ok(step)
     }
 
     /// The step's plan. It is never committed, so that the next one is the same.
@@ -222,12 +226,16 @@ impl<'a> BenchCache<'a> {
     }
 
     /// Runs one part of the step; seconds per layer.
-    pub fn time(&mut self, part: LayerPart) -> f64 {
-        let mut step = self.prepare();
+    ///
+    /// # Errors
+    /// As [`prepare`](Self::prepare) and [`Gpu::wait`].
+    pub fn time(&mut self, part: LayerPart) -> Result<f64, Failure> {
+        let mut step = self.prepare()?;
         let mut encoder = self.gpu.encoder();
         self.attention.record_transfers(&mut encoder, &mut step);
         let gpu = self.gpu;
-        gpu.time(encoder, |pass| self.record(pass, &mut step, part)) / f64::from(self.case.num_layers)
+        let seconds = gpu.time(encoder, |pass| self.record(pass, &mut step, part))?;
+        Ok(seconds / f64::from(self.case.num_layers))
     }
 
     /// Dispatches per layer of the step recorded last.
@@ -251,11 +259,14 @@ impl<'a> BenchCache<'a> {
     }
 
     /// The results of the layer that was recorded last.
-    pub fn results(&self) -> Vec<f32> {
+    ///
+    /// # Errors
+    /// As [`Gpu::wait`].
+    pub fn results(&self) -> Result<Vec<f32>, GpuFailure> {
         let len = self.case.rows() * self.case.num_query_heads * self.case.head_dim;
-        let mut results = self.gpu.read(&self.output);
+        let mut results = self.gpu.read(&self.output)?;
         results.truncate(len as usize);
-        results
+        Ok(results)
     }
 
     /// The buffer that holds a layer's blocks.

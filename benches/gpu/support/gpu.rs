@@ -1,14 +1,18 @@
 //! The adapter and its clock.
 
 use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
 use bytemuck::Pod;
 use wgpu::{Backends, BufferUsages, CommandEncoder, ComputePass, Features};
 
 use crate::Failure;
+use crate::faults::{Faults, GpuFailure, of_panic, refused};
 
 /// An open device and how passes are timed on it.
+///
+/// What goes wrong on it (a loss, too little memory, a call that wgpu refuses) is an error of whoever waits next.
 pub struct Gpu {
     /// The device, with the limits and features that the library recommends.
     pub device: wgpu::Device,
@@ -19,6 +23,7 @@ pub struct Gpu {
     /// Whether a CPU does the work.
     pub is_software: bool,
     timestamps: Option<Timestamps>,
+    faults: Faults,
 }
 
 struct Timestamps {
@@ -74,10 +79,11 @@ impl Gpu {
             ..Default::default()
         };
         let (device, queue) = pollster::block_on(adapter.request_device(&descriptor))?;
+        let faults = Faults::of(&device);
         let info = adapter.get_info();
         let timestamps = (!timestamps.is_empty()).then(|| Timestamps::new(&device, &queue));
         let is_software = info.device_type == wgpu::DeviceType::Cpu;
-        Ok(Self { device, queue, name: label(&info), is_software, timestamps })
+        Ok(Self { device, queue, name: label(&info), is_software, timestamps, faults })
     }
 
     /// How passes are timed, in words.
@@ -102,20 +108,30 @@ impl Gpu {
     }
 
     /// Submits `encoder` with a compute pass at its end, waits, and returns the pass's seconds.
-    pub fn time(&self, encoder: CommandEncoder, record: impl FnOnce(&mut ComputePass<'_>)) -> f64 {
-        let (by_clock, by_wall) = self.time_both(encoder, record);
-        match &self.timestamps {
+    ///
+    /// # Errors
+    /// As [`wait`](Self::wait).
+    pub fn time(
+        &self,
+        encoder: CommandEncoder,
+        record: impl FnOnce(&mut ComputePass<'_>),
+    ) -> Result<f64, GpuFailure> {
+        let (by_clock, by_wall) = self.time_both(encoder, record)?;
+        Ok(match &self.timestamps {
             Some(timestamps) if timestamps.trusted.get() => by_clock,
             _ => by_wall,
-        }
+        })
     }
 
     /// The same by the adapter's clock (0 if it has none), and by the wall.
+    ///
+    /// # Errors
+    /// As [`wait`](Self::wait).
     pub fn time_both(
         &self,
         mut encoder: CommandEncoder,
         record: impl FnOnce(&mut ComputePass<'_>),
-    ) -> (f64, f64) {
+    ) -> Result<(f64, f64), GpuFailure> {
         let timestamp_writes = self.timestamps.as_ref().map(|timestamps| wgpu::ComputePassTimestampWrites {
             query_set: &timestamps.queries,
             beginning_of_pass_write_index: Some(0),
@@ -132,31 +148,64 @@ impl Gpu {
         let commands = encoder.finish();
         let start = Instant::now();
         self.queue.submit([commands]);
-        self.wait();
+        self.wait()?;
         let by_wall = start.elapsed().as_secs_f64();
-        let by_clock = self.timestamps.as_ref().map_or(0.0, |timestamps| {
-            let ticks: Vec<u64> = self.read_mapped(&timestamps.readback);
-            ticks[1].saturating_sub(ticks[0]) as f64 * timestamps.nanoseconds * 1e-9
-        });
-        (by_clock, by_wall)
+        let by_clock = match &self.timestamps {
+            Some(timestamps) => {
+                let ticks: Vec<u64> = self.read_mapped(&timestamps.readback)?;
+                ticks[1].saturating_sub(ticks[0]) as f64 * timestamps.nanoseconds * 1e-9
+            }
+            None => 0.0,
+        };
+        Ok((by_clock, by_wall))
     }
 
     /// Waits until all that was submitted has run.
-    pub fn wait(&self) {
-        self.device.poll(wgpu::PollType::wait_indefinitely()).expect("the device works");
+    ///
+    /// # Errors
+    /// The first [`GpuFailure`] since the last one that was returned; from a lost device always that.
+    pub fn wait(&self) -> Result<(), GpuFailure> {
+        let poll = || self.device.poll(wgpu::PollType::wait_indefinitely());
+        match catch_unwind(AssertUnwindSafe(poll)) {
+            Ok(Ok(_)) => {}
+            Ok(Err(error)) => self.faults.note(refused(&error.to_string())),
+            // wgpu's own callback has told more of it already, if it was called.
+            Err(panic) if !self.is_lost() => self.faults.note(of_panic(&*panic)),
+            Err(_) => {}
+        }
+        self.faults.take().map_or(Ok(()), Err)
     }
 
-    /// A storage buffer of `bytes` zeros.
+    /// `result`, or in its place what the device has to say: the reason, where that is why it is an error.
+    ///
+    /// # Errors
+    /// As [`wait`](Self::wait), or that of `result`.
+    pub fn explain<T>(&self, result: Result<T, Failure>) -> Result<T, Failure> {
+        self.wait()?;
+        result
+    }
+
+    /// Whether the device was lost when it was last waited for.
+    pub fn is_lost(&self) -> bool {
+        self.faults.is_lost()
+    }
+
+    /// A storage buffer of `bytes` zeros. If there is no memory for it, the next [`wait`](Self::wait) says so.
     pub fn empty(&self, bytes: u64) -> wgpu::Buffer {
-        self.device.create_buffer(&wgpu::BufferDescriptor {
-            label: Some("bench"),
-            size: bytes.max(16),
-            usage: BufferUsages::STORAGE
-                | BufferUsages::COPY_SRC
-                | BufferUsages::COPY_DST
-                | BufferUsages::UNIFORM,
-            mapped_at_creation: false,
-        })
+        let usage =
+            BufferUsages::STORAGE | BufferUsages::COPY_SRC | BufferUsages::COPY_DST | BufferUsages::UNIFORM;
+        self.create("bench", bytes.max(16), usage)
+    }
+
+    fn create(&self, label: &str, size: u64, usage: BufferUsages) -> wgpu::Buffer {
+        let memory = self.device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
+        let descriptor =
+            wgpu::BufferDescriptor { label: Some(label), size, usage, mapped_at_creation: false };
+        let buffer = self.device.create_buffer(&descriptor);
+        if pollster::block_on(memory.pop()).is_some() {
+            self.faults.note(GpuFailure::OutOfMemory { asked_bytes: size });
+        }
+        buffer
     }
 
     /// A storage or uniform buffer with this content.
@@ -167,28 +216,27 @@ impl Gpu {
     }
 
     /// A buffer's content, once all that was submitted before has run.
-    pub fn read<T: Pod>(&self, buffer: &wgpu::Buffer) -> Vec<T> {
-        let readback = self.device.create_buffer(&wgpu::BufferDescriptor {
-            label: Some("readback"),
-            size: buffer.size(),
-            usage: BufferUsages::MAP_READ | BufferUsages::COPY_DST,
-            mapped_at_creation: false,
-        });
+    ///
+    /// # Errors
+    /// As [`wait`](Self::wait).
+    pub fn read<T: Pod>(&self, buffer: &wgpu::Buffer) -> Result<Vec<T>, GpuFailure> {
+        let readback =
+            self.create("readback", buffer.size(), BufferUsages::MAP_READ | BufferUsages::COPY_DST);
         let mut encoder = self.encoder();
         encoder.copy_buffer_to_buffer(buffer, 0, &readback, 0, None);
         self.queue.submit([encoder.finish()]);
         self.read_mapped(&readback)
     }
 
-    fn read_mapped<T: Pod>(&self, readback: &wgpu::Buffer) -> Vec<T> {
-        readback.map_async(wgpu::MapMode::Read, .., |result| result.expect("the buffer can be mapped"));
-        self.wait();
-        let content = {
-            let view = readback.get_mapped_range(..).expect("the buffer is mapped");
-            bytemuck::pod_collect_to_vec(&view)
-        };
+    fn read_mapped<T: Pod>(&self, readback: &wgpu::Buffer) -> Result<Vec<T>, GpuFailure> {
+        // Why a buffer is not mapped is told by the wait, or by its view.
+        readback.map_async(wgpu::MapMode::Read, .., |_| {});
+        self.wait()?;
+        let view = readback.get_mapped_range(..).map_err(|error| refused(&error.to_string()))?;
+        let content = bytemuck::pod_collect_to_vec(&view);
+        drop(view);
         readback.unmap();
-        content
+        Ok(content)
     }
 }
 

@@ -7,6 +7,7 @@
 
 pub mod amd_isa;
 pub mod cache;
+pub mod faults;
 pub mod gpu;
 pub mod kernels;
 pub mod pairs;

@@ -26,31 +26,40 @@ pub struct Pair {
 
 /// Runs `first` and `second` in turn; each returns its seconds, once it has been run to warm up. Which of them comes
 /// first alternates.
-pub fn interleaved(mut first: impl FnMut() -> f64, mut second: impl FnMut() -> f64) -> Pair {
-    first();
-    second();
+///
+/// # Errors
+/// The first that either returns.
+pub fn interleaved<E>(
+    mut first: impl FnMut() -> Result<f64, E>,
+    mut second: impl FnMut() -> Result<f64, E>,
+) -> Result<Pair, E> {
+    first()?;
+    second()?;
     let mut times = Vec::new();
     let start = Instant::now();
     while times.len() < PAIRS || (times.len() < 4 * PAIRS && start.elapsed().as_secs_f64() < SECONDS) {
         let swapped = times.len() % 2 == 1;
         let late = swapped.then(&mut second);
-        let early = first();
-        times.push((early, late.unwrap_or_else(&mut second)));
+        let early = first()?;
+        times.push((early, late.unwrap_or_else(&mut second)?));
     }
-    Pair {
+    Ok(Pair {
         first: median(times.iter().map(|pair| pair.0).collect()),
         second: median(times.iter().map(|pair| pair.1).collect()),
         ratio: median(times.iter().map(|pair| pair.0 / pair.1).collect()),
-    }
+    })
 }
 
 /// Median seconds of `run`, once it has been run to warm up.
-pub fn repeated(mut run: impl FnMut() -> f64) -> f64 {
-    run();
+///
+/// # Errors
+/// The first that it returns.
+pub fn repeated<E>(mut run: impl FnMut() -> Result<f64, E>) -> Result<f64, E> {
+    run()?;
     let start = Instant::now();
     let mut times = Vec::new();
     while times.len() < PAIRS || (times.len() < 4 * PAIRS && start.elapsed().as_secs_f64() < SECONDS) {
-        times.push(run());
+        times.push(run()?);
     }
-    median(times)
+    Ok(median(times))
 }

@@ -1,5 +1,6 @@
 //! The rates that all others are measured by: reading and copying a buffer.
 
+use crate::faults::GpuFailure;
 use crate::gpu::Gpu;
 use crate::kernels::BenchKernel;
 use crate::pairs::repeated;
@@ -52,29 +53,36 @@ impl<'a> Stream<'a> {
     }
 
     /// Runs it; seconds.
-    pub fn time(&self) -> f64 {
+    ///
+    /// # Errors
+    /// As [`Gpu::wait`].
+    pub fn time(&self) -> Result<f64, GpuFailure> {
         self.gpu.time(self.gpu.encoder(), |pass| self.kernel.record(pass, &self.group, self.workgroups))
     }
 
-    fn check_clock(&self) {
-        self.time();
+    fn check_clock(&self) -> Result<(), GpuFailure> {
+        self.time()?;
         let (by_clock, by_wall) = self
             .gpu
-            .time_both(self.gpu.encoder(), |pass| self.kernel.record(pass, &self.group, self.workgroups));
+            .time_both(self.gpu.encoder(), |pass| self.kernel.record(pass, &self.group, self.workgroups))?;
         if by_clock > by_wall * 1.05 || by_clock < by_wall * 0.5 {
             self.gpu.distrust_timestamps();
         }
+        Ok(())
     }
 }
 
 /// Measures the rates, and whether the adapter's timestamps can be believed: a pass that takes longer than the wait
 /// for it, or less than half of it, cannot.
-pub fn stream_rates(gpu: &Gpu) -> StreamRates {
+///
+/// # Errors
+/// As [`Gpu::wait`].
+pub fn stream_rates(gpu: &Gpu) -> Result<StreamRates, GpuFailure> {
     let limits = gpu.device.limits();
     let most = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size).min(1 << 29);
     let bytes = if gpu.is_software { most.min(1 << 25) } else { most };
     let (read, copy) = (Stream::read(gpu, bytes), Stream::copy(gpu, bytes));
-    copy.check_clock();
-    let rate = |stream: &Stream<'_>| stream.bytes() as f64 / repeated(|| stream.time());
-    StreamRates { bytes: read.bytes(), read: rate(&read), copy: 2.0 * rate(&copy) }
+    copy.check_clock()?;
+    let rate = |stream: &Stream<'_>| Ok(stream.bytes() as f64 / repeated(|| stream.time())?);
+    Ok(StreamRates { bytes: read.bytes(), read: rate(&read)?, copy: 2.0 * rate(&copy)? })
 }
