@@ -13,7 +13,7 @@
 use crate::error::PrepareError;
 use crate::gpu::params::{STEP_PARAMS_WORDS, StepParams};
 use crate::gpu::pipelines::Layouts;
-use crate::gpu::scope::{Refusal, guarded};
+use crate::gpu::scope::{Refusal, guarded, is_lost};
 use crate::schedule::{PrefillItem, StepPlan, TableChange, WorkSplit};
 use std::sync::Arc;
 use wgpu::{
@@ -157,6 +157,8 @@ fn write(
     match written {
         Ok(Some(())) => Ok(()),
         Ok(None) | Err(Refusal::Lost) => Err(PrepareError::DeviceLost),
+        // wgpu 30 gives the device up where it has no memory for an upload.
+        Err(_) if is_lost(device) => Err(PrepareError::DeviceLost),
         Err(_) => Err(PrepareError::OutOfMemory { asked_bytes }),
     }
 }

@@ -7,8 +7,10 @@ use paged_kv::{
     KvCache, KvType, LayerTensors, ModelShape, PagedAttention, PrepareError, RecordError, StepBuilder,
     StepPlan, TableId, TensorSlice,
 };
+use std::sync::{Arc, Mutex};
 use wgpu::{BufferUsages, Features, Limits};
 
+use crate::counting_allocator::without_memory_for;
 use crate::device::{TestDevice, noop_device, open_noop_without_limits};
 use crate::device_rig::{announce_left_out, on_each_adapter_but_gl, open};
 
@@ -506,6 +508,67 @@ fn out_of_memory_is_an_error_with_the_bytes_and_not_the_applications_problem() {
         Err(error) => panic!("{error}"),
         Ok(_) => panic!("128 TiB were to be had"),
     }
+}
+
+/// wgpu's noop device takes its buffers from the process, which can be made to have no memory for them.
+#[test]
+fn memory_that_a_steps_metadata_cannot_have_is_an_error_with_the_bytes_and_costs_nothing() {
+    let config = CacheConfig::for_blocks(160, &SHAPE, KvType::F16).expect("a valid configuration");
+    let mut setup = Setup::new(noop(), config, AttentionOptions::default());
+    setup.gpu.device.on_uncaptured_error(Arc::new(|error| panic!("reached the application: {error}")));
+    let tables = [(); 2].map(|()| setup.open());
+    setup.step(&[(tables[0], 20)]);
+
+    // Three words a row, and eight for every two of them.
+    let asked_bytes: u64 = 64 << 10;
+    let plan = setup.plan(&[(tables[0], 1), (tables[1], 2048)]);
+    let before = setup.attention.stats();
+    let refused = without_memory_for(asked_bytes as usize, || setup.attention.prepare(&plan).err());
+    assert_eq!(refused, Some(PrepareError::OutOfMemory { asked_bytes }));
+    let after = setup.attention.stats();
+    assert_eq!(
+        (after.metadata_bytes, after.buffers_created),
+        (before.metadata_bytes, before.buffers_created)
+    );
+
+    // The plan is dropped; a smaller step needs no such memory.
+    drop(plan);
+    let smaller = setup.plan(&[(tables[0], 1), (tables[1], 30)]);
+    without_memory_for(asked_bytes as usize, || setup.run(&smaller));
+    setup.kv.commit_step(smaller).expect("the outstanding plan");
+    setup.kv.assert_consistent();
+    assert_eq!(tables.map(|table| setup.kv.len(table).expect("a live table")), [21, 30]);
+    let larger = setup.plan(&[(tables[0], 1), (tables[1], 2048)]);
+    assert!(setup.attention.prepare(&larger).is_ok(), "with memory it works");
+    assert!(setup.attention.stats().metadata_bytes > before.metadata_bytes);
+}
+
+/// There is a slot, but wgpu has no memory to bring the words there: then it gives the device up, and tells its callback.
+#[test]
+fn a_device_that_wgpu_gives_up_for_want_of_memory_is_a_lost_one() {
+    let config = CacheConfig::for_blocks(160, &SHAPE, KvType::F16).expect("a valid configuration");
+    let mut setup = Setup::new(noop(), config, AttentionOptions::default());
+    let reasons = Arc::new(Mutex::new(Vec::new()));
+    let told = Arc::clone(&reasons);
+    setup.gpu.device.on_uncaptured_error(Arc::new(|error| panic!("reached the application: {error}")));
+    setup.gpu.device.set_device_lost_callback(move |reason, _| told.lock().expect("one thread").push(reason));
+    let table = setup.open();
+    let plan = setup.plan(&[(table, 2048)]);
+    drop(setup.attention.prepare(&plan).expect("a slot that has grown"));
+    let bytes = setup.attention.stats().step_uploaded_bytes;
+
+    let plan = setup.plan(&[(table, 2048)]);
+    let refused = without_memory_for(bytes as usize, || setup.attention.prepare(&plan).err());
+    assert_eq!(refused, Some(PrepareError::DeviceLost));
+    assert_eq!(*reasons.lock().expect("one thread"), [wgpu::DeviceLostReason::Unknown]);
+    drop(plan);
+    setup.kv.forget_device();
+    setup.kv.assert_consistent();
+    let TestDevice { device, queue, .. } = noop();
+    setup.attention.rebuild(&device, &queue).expect("another device");
+    let table = setup.open();
+    let plan = setup.plan(&[(table, 2048)]);
+    assert_eq!(setup.attention.prepare(&plan).err(), None);
 }
 
 #[test]
