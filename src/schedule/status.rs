@@ -26,6 +26,9 @@ pub struct SequenceStatus<'a> {
 impl Scheduler {
     /// What a sequence that waits, runs or is kept is doing; none for any other. Allocates nothing.
     ///
+    /// Samples of one prompt are one sequence until their first tokens are committed: until then the first one that has
+    /// not been aborted stands for all of them, and there is no status of the others.
+    ///
     /// # Complexity
     /// O(log sequences).
     pub fn status(&self, sequence: impl Into<SequenceId>) -> Option<SequenceStatus<'_>> {

@@ -35,6 +35,20 @@ fn a_sequence_is_seen_in_line_running_swapped_out_and_gone() {
 }
 
 #[test]
+fn samples_are_seen_one_by_one_once_they_have_parted() {
+    let mut served = Served::new(swapping(), pool(8, 0));
+    let id = served.add(&prompt(1, 6), |request| request.samples(3).max_new_tokens(2));
+    let seen = |served: &Served| [0, 1, 2].map(|sample| served.scheduler.status(id.sample(sample)).is_some());
+    assert_eq!(seen(&served), [true, false, false], "in line");
+    assert!(served.scheduler.abort_sequence(id.sample(0)));
+    assert_eq!(seen(&served), [false, true, false], "the first one that lives");
+    let plan = served.plan();
+    assert_eq!(seen(&served), [false, true, false], "planned");
+    served.commit(plan);
+    assert_eq!(seen(&served), [false, true, true]);
+}
+
+#[test]
 fn a_kept_sequence_holds_its_blocks_and_a_branch_shares_them_until_both_end() {
     let config = SchedulerConfig { prefix_cache: Some(PrefixCacheConfig::default()), ..swapping() };
     let mut served = Served::new(config, pool(6, 0));
