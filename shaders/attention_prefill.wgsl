@@ -32,7 +32,7 @@ fn attention_prefill(@builtin(workgroup_id) workgroup: vec3<u32>, invocation: In
     if (index >= plan.num_prefill_items * layer.num_kv_heads) {
         return;
     }
-    let item = plan.prefill_items + (index / layer.num_kv_heads) * 8u;
+    let item = plan.prefill_items + (index / layer.num_kv_heads) * ITEM_WORDS;
     let kv_head = index % layer.num_kv_heads;
     let sequence = metadata[item];
     let first_query = metadata[item + 1u];

@@ -218,7 +218,8 @@ fn count_words(plan: &StepPlan, split: &WorkSplit, header_words: u32) -> u64 {
     let arrays = 3 * u64::from(plan.num_rows())
         + plan.query_starts().len() as u64
         + 2 * u64::from(plan.num_sequences())
-        + 4 * (split.decode_items.len() + 2 * split.prefill_items.len() + split.merge_items.len()) as u64
+        + 4 * (split.decode_items.len() + split.merge_items.len()) as u64
+        + u64::from(PrefillItem::WORDS) * split.prefill_items.len() as u64
         + 2 * plan.block_copies().len() as u64
         + plan.changed_entries().len() as u64
         + u64::from(has_swaps(plan));
@@ -295,7 +296,7 @@ fn write_headers(split: &WorkSplit, header_words: u32, words: &mut [u32], record
             record.decode_dispatches.push(params.num_decode_items);
         }
         if let Some(range) = split.prefill_dispatches.get(header) {
-            params.prefill_items += 8 * range.start;
+            params.prefill_items += PrefillItem::WORDS * range.start;
             params.num_prefill_items = range.end - range.start;
             record.prefill_dispatches.push(params.num_prefill_items);
         }

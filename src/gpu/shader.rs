@@ -10,6 +10,7 @@
 
 use crate::config::{KvType, MAX_HEAD_DIM};
 use crate::gpu::options::ActivationType;
+use crate::schedule::PrefillItem;
 use std::collections::HashSet;
 use std::fmt::{self, Write as _};
 
@@ -161,6 +162,9 @@ impl VariantKey {
             for key in 0..KEYS {
                 let _ = writeln!(text, "const KEY_{key} = {key}u;");
             }
+        }
+        if self.kernel == Kernel::AttentionPrefill {
+            let _ = writeln!(text, "const ITEM_WORDS = {}u;", PrefillItem::WORDS);
         }
         text
     }

@@ -78,8 +78,11 @@ pub struct PrefillItem {
 }
 
 impl PrefillItem {
+    /// Words of an item as shaders read it, who have the number from here.
+    pub const WORDS: u32 = 8;
+
     /// The item as shaders read it.
-    pub fn words(&self) -> [u32; 8] {
+    pub fn words(&self) -> [u32; Self::WORDS as usize] {
         let Self { sequence, first_query, end_query, first_token, end_token, partial, num_spans, padding } =
             *self;
         [sequence, first_query, end_query, first_token, end_token, partial, num_spans, padding]
