@@ -10,6 +10,7 @@ use llama::{
     config::Config,
     engine::{Engine, Event, Prompt, SessionOptions, check_host_pool},
     error::{LoadError, RunError},
+    options::Preempt,
     sample::Sampler,
     tokenizer::Tokenizer,
 };
@@ -17,7 +18,7 @@ use paged_kv::{CacheConfig, PrefixCacheConfig, Scheduler, SchedulerConfig};
 
 use crate::{
     Failure,
-    options::{Admission, Options, Preempt, Switch},
+    options::{Admission, Options, Switch},
     output::{TextPrinter, outcome_json, stats_json, stats_text},
 };
 

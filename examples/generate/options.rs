@@ -3,7 +3,8 @@
 use std::path::PathBuf;
 
 use clap::{Parser, ValueEnum};
-use paged_kv::{KvType, PreemptionMode, VictimPolicy};
+use llama::options::Preempt;
+use paged_kv::{KvType, VictimPolicy};
 
 /// Generates text with a Llama-architecture model whose keys and values live in a paged pool on the GPU.
 ///
@@ -161,26 +162,6 @@ pub(crate) enum Admission {
     Guaranteed,
     /// A sequence is let in when it fits now; if the pool runs out, some are set aside until there is room again.
     Overcommitted,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Preempt {
-    /// Its tokens are computed again.
-    Recompute,
-    /// Its blocks are moved to main memory and back.
-    Swap,
-    /// Whichever takes less time.
-    Auto,
-}
-
-impl From<Preempt> for PreemptionMode {
-    fn from(preempt: Preempt) -> Self {
-        match preempt {
-            Preempt::Recompute => Self::Recompute,
-            Preempt::Swap => Self::Swap,
-            Preempt::Auto => Self::Auto,
-        }
-    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

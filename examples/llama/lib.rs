@@ -14,6 +14,7 @@
 //! | [`frames`] | the same for a program that draws frames, in its own encoder and without waiting |
 //! | [`sample`] | the next token from a row of logits |
 //! | [`engine`] | the loop: schedule, compute, choose, commit |
+//! | [`options`] | what several programs' command lines choose |
 
 pub mod attention;
 pub mod chat;
@@ -24,6 +25,7 @@ pub mod error;
 pub mod frames;
 pub mod gguf;
 pub mod gpu;
+pub mod options;
 pub mod pool;
 pub mod sample;
 #[cfg(test)]

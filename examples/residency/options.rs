@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Parser, ValueEnum};
-use paged_kv::PreemptionMode;
+use llama::options::Preempt;
 
 /// Shows a paged key-value pool at work: chats that stream their answers, and every block that holds them.
 ///
@@ -46,24 +46,6 @@ pub(crate) struct Options {
     /// Beside the picture, write as JSON which states it shows.
     #[arg(long, value_name = "FILE", requires = "screenshot")]
     pub(crate) states: Option<PathBuf>,
-}
-
-/// See [`PreemptionMode`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Preempt {
-    Recompute,
-    Swap,
-    Auto,
-}
-
-impl From<Preempt> for PreemptionMode {
-    fn from(preempt: Preempt) -> Self {
-        match preempt {
-            Preempt::Recompute => Self::Recompute,
-            Preempt::Swap => Self::Swap,
-            Preempt::Auto => Self::Auto,
-        }
-    }
 }
 
 /// Light or dark.
