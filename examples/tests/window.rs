@@ -51,10 +51,12 @@ use serde_json::Value;
 use service::{Language, Service};
 use settings::Settings;
 use snapshot::{Cell, Kind, Owner, Snapshot};
-use std::io::{BufRead as _, BufReader};
+use std::io::{BufRead as _, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 const TOY: &[u8] = include_bytes!("../toy/toy.gguf");
 
@@ -320,6 +322,9 @@ fn steps_recorded_into_frames_choose_the_same_tokens_and_a_frame_that_is_not_sho
 
 // --- The picture -------------------------------------------------------------------------------------
 
+/// What a picture may take: a software adapter draws it in less than a minute, if nothing else keeps it busy.
+const LIMIT: Duration = Duration::from_secs(600);
+
 /// A display that nobody sees.
 struct Display {
     server: Child,
@@ -349,6 +354,7 @@ impl Drop for Display {
     }
 }
 
+/// Runs the program. It is killed where it takes longer than [`LIMIT`].
 fn run(display: Option<&Display>, arguments: &[&str]) -> Output {
     let tests = std::env::current_exe().unwrap();
     let file = format!("residency{}", std::env::consts::EXE_SUFFIX);
@@ -360,7 +366,37 @@ fn run(display: Option<&Display>, arguments: &[&str]) -> Output {
     if let Some(display) = display {
         command.env("DISPLAY", &display.name).env_remove("WAYLAND_DISPLAY").args(["--adapter", "llvmpipe"]);
     }
-    command.output().unwrap()
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    // Read meanwhile: a program that nobody listens to stands still.
+    let out = listen(child.stdout.take().unwrap());
+    let err = listen(child.stderr.take().unwrap());
+    let start = Instant::now();
+    let status = loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            break Some(status);
+        }
+        if start.elapsed() > LIMIT {
+            child.kill().unwrap();
+            child.wait().unwrap();
+            break None;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    };
+    let [stdout, stderr] = [out, err].map(|reader| reader.join().unwrap());
+    let Some(status) = status else {
+        let printed = [&stdout, &stderr].map(|bytes| String::from_utf8_lossy(bytes));
+        panic!("{arguments:?} did not end within {LIMIT:?}; it printed: {}{}", printed[0], printed[1]);
+    };
+    Output { status, stdout, stderr }
+}
+
+/// Everything that a pipe has to say.
+fn listen(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        pipe.read_to_end(&mut bytes).unwrap();
+        bytes
+    })
 }
 
 /// The pixels of a picture.
