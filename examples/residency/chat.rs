@@ -27,6 +27,8 @@ pub(crate) enum Phase {
     Ended(FinishReason),
     /// It was stopped: these are its tokens, its blocks are given up.
     Stopped(Vec<TokenId>),
+    /// What the model computed for it were no numbers. These are its tokens, all of which are computed again if it goes on.
+    Invalid(Vec<TokenId>),
     /// It is to vanish, as soon as no step needs it.
     Closing,
 }

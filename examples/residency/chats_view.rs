@@ -65,7 +65,7 @@ fn column(ui: &mut Ui, palette: &Palette, slot: usize, chat: &Chat, share: Optio
     let mut wish = ui.horizontal(|ui| heading(ui, palette, slot, chat, share)).inner;
     let line = |ui: &mut Ui, text: String| ui.add(Label::new(weak(palette, text)).truncate());
     line(ui, sharing(share));
-    line(ui, chat.news.map_or(String::new(), news_text));
+    line(ui, news_line(chat));
     let height = (ui.available_height() - 34.0).max(24.0);
     let scroll = ScrollArea::vertical().id_salt(slot).max_height(height).auto_shrink([false, false]);
     scroll.stick_to_bottom(true).show(ui, |ui| {
@@ -105,7 +105,11 @@ fn buttons(ui: &mut Ui, slot: usize, chat: &Chat) -> Option<Wish> {
     if chat.phase == Phase::Answering {
         button(ui, "stop", "give up its blocks; the prefix cache keeps the full ones", Wish::Stop(slot));
     } else {
-        button(ui, "go on", "continue from here", Wish::Continue(slot));
+        let hint = match chat.phase {
+            Phase::Invalid(_) => "compute all of it again, and continue from here",
+            _ => "continue from here",
+        };
+        button(ui, "go on", hint, Wish::Continue(slot));
     }
     button(ui, "×", "close: end the chat and give up its blocks", Wish::Close(slot));
     wish
@@ -116,6 +120,7 @@ fn standing(chat: &Chat, share: Option<&Share>) -> String {
     match (&chat.phase, share) {
         (Phase::Ended(reason), _) => format!("ended: {reason}"),
         (Phase::Stopped(_), _) => "stopped".to_owned(),
+        (Phase::Invalid(_), _) => "invalid numbers".to_owned(),
         (_, Some(share)) if share.host_blocks > 0 => "moved to main memory".to_owned(),
         (_, Some(share)) if share.state == SequenceState::Waiting && share.preemptions > 0 => {
             "preempted".to_owned()
@@ -135,6 +140,13 @@ fn sharing(share: Option<&Share>) -> String {
             format!("{shared_blocks} shared, {host_blocks} moved out")
         }
         None => "no blocks".to_owned(),
+    }
+}
+
+fn news_line(chat: &Chat) -> String {
+    match &chat.phase {
+        Phase::Invalid(tokens) => format!("{} tokens to compute again", tokens.len()),
+        _ => chat.news.map_or(String::new(), news_text),
     }
 }
 

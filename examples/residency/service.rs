@@ -151,14 +151,31 @@ impl Service {
     /// A broken invariant, in the library's words.
     pub(crate) fn commit(&mut self, plan: StepPlan) -> Result<(), String> {
         let results = std::mem::take(&mut self.results);
+        let invalid = self.invalid_tokens(&plan, &results);
         let events = self.scheduler.commit(plan, &results).map_err(in_words)?.to_vec();
         self.results = results;
+        for (slot, tokens) in invalid {
+            if let Some(chat) = self.chats[slot].as_mut().filter(|chat| chat.phase == Phase::Answering) {
+                chat.phase = Phase::Invalid(tokens);
+            }
+        }
         events.into_iter().for_each(|event| self.take(event));
         for slot in 0..NUM_OWNERS {
             self.clear_if_gone(slot);
         }
         self.history.push(self.snapshot().usage());
         Ok(())
+    }
+
+    /// The tokens of chats whose logits were no numbers. The scheduler forgets such a sequence with all that it computed.
+    fn invalid_tokens(&self, plan: &StepPlan, results: &[RowResult]) -> Vec<(usize, Vec<TokenId>)> {
+        let rows = plan.logit_rows().iter().zip(results);
+        let invalid = rows.filter(|(_, result)| **result == RowResult::Invalid);
+        invalid
+            .filter_map(|(row, _)| {
+                Some((self.slot_of(row.sequence)?, self.scheduler.tokens(row.sequence)?.to_vec()))
+            })
+            .collect()
     }
 
     fn take(&mut self, event: StepEvent) {
@@ -246,12 +263,12 @@ impl Service {
         Ok(())
     }
 
-    /// A chat goes on with `tokens` appended: from its kept sequence, or, where it was stopped, from all its tokens,
-    /// whose blocks the prefix cache may still have.
+    /// A chat goes on with `tokens` appended: from its kept sequence, or, where it was stopped or became invalid, from all
+    /// its tokens. Of a stopped one the prefix cache may still have blocks.
     fn go_on(&mut self, slot: usize, tokens: &[TokenId]) -> Result<(), String> {
         let Some(chat) = &self.chats[slot] else { return Err(no_chat(slot)) };
         let request = match &chat.phase {
-            Phase::Stopped(before) => {
+            Phase::Stopped(before) | Phase::Invalid(before) => {
                 let all = [before, tokens].concat();
                 self.scheduler.add(self.request(all)).map_err(in_words)?
             }
@@ -272,7 +289,9 @@ impl Service {
         let free = self.free_slot()?;
         let Some(chat) = &self.chats[slot] else { return Err(no_chat(slot)) };
         let request = match &chat.phase {
-            Phase::Stopped(tokens) => self.scheduler.add(self.request(tokens.clone())),
+            Phase::Stopped(tokens) | Phase::Invalid(tokens) => {
+                self.scheduler.add(self.request(tokens.clone()))
+            }
             _ => {
                 let len = self.scheduler.tokens(chat.sequence()).map_or(0, <[TokenId]>::len);
                 self.scheduler.fork(chat.sequence(), len, self.request(Vec::new()))

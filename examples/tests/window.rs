@@ -28,6 +28,7 @@ mod settings;
 #[path = "../residency/snapshot.rs"]
 mod snapshot;
 
+use chat::Phase;
 use clap::Parser as _;
 use grid::{Grid, SMALLEST, Square};
 use llama::{
@@ -259,6 +260,59 @@ fn what_cannot_be_is_told_in_the_librarys_words() {
     let odd = Settings { block_size: 3, ..settings };
     let error = Service::new(&odd, &config, language, script::TOY).err().unwrap();
     assert!(error.contains("block size") && error.contains('3'), "{error}");
+}
+
+/// A service with one chat that has said a few letters.
+fn chatting() -> (Service, Vec<f32>) {
+    let (config, language) = toy_language();
+    let settings = Settings::new(&Options::parse_from(["residency"]), &script::TOY);
+    let mut service = Service::new(&settings, &config, language, script::TOY).unwrap();
+    service.act(&Action::Ask("hello")).unwrap();
+    let logits: Vec<f32> = (0..config.vocab_len).map(|token| if token == 97 { 0.0 } else { -1e6 }).collect();
+    while service.chats().next().unwrap().1.segments.len() < 3 {
+        step(&mut service, &logits);
+    }
+    (service, logits)
+}
+
+/// Runs a step in which every chat sees the same logits.
+fn step(service: &mut Service, logits: &[f32]) {
+    let plan = service.plan(&[], 0.0).expect("there is something to compute");
+    (0..plan.logit_rows().len()).for_each(|entry| service.choose(&plan, entry, logits));
+    service.commit(plan).unwrap();
+}
+
+#[test]
+fn a_chat_whose_numbers_are_invalid_can_be_continued_branched_and_closed() {
+    let (mut service, logits) = chatting();
+    let chat = |service: &Service, slot: usize| service.chats().nth(slot).unwrap().1.clone();
+    let before = service.scheduler().tokens(chat(&service, 0).sequence()).unwrap().to_vec();
+    step(&mut service, &vec![f32::NAN; logits.len()]);
+    assert_eq!(chat(&service, 0).phase, Phase::Invalid(before.clone()));
+    assert_eq!(service.scheduler().tokens(chat(&service, 0).sequence()), None, "the scheduler forgets it");
+    assert!(service.snapshot().cells.iter().all(|cell| cell.kind == Kind::Free), "and all of its blocks");
+    assert!(service.plan(&[], 0.0).is_none() && service.is_idle);
+
+    service.act(&Action::Branch(0)).unwrap();
+    service.act(&Action::Continue(0)).unwrap();
+    for slot in [0, 1] {
+        assert_eq!(chat(&service, slot).phase, Phase::Answering);
+        assert_eq!(service.scheduler().tokens(chat(&service, slot).sequence()).unwrap(), before);
+    }
+    let said = chat(&service, 0).segments[2].text.len();
+    while chat(&service, 0).segments[2].text.len() == said {
+        step(&mut service, &logits);
+    }
+    // Nothing of it is left but in the other chat.
+    step(&mut service, &vec![f32::NAN; logits.len()]);
+    assert!(matches!(chat(&service, 0).phase, Phase::Invalid(_)));
+    service.act(&Action::Say(0, "go on")).unwrap();
+    assert_eq!(chat(&service, 0).phase, Phase::Answering);
+    for slot in [0, 1] {
+        service.act(&Action::Close(slot)).unwrap();
+    }
+    assert!(service.plan(&[], 0.0).is_none());
+    assert_eq!(service.chats().count(), 0);
 }
 
 /// The adapter that is required, or whichever there is.
