@@ -246,7 +246,14 @@ impl App {
             Arrival::Step(plan) => {
                 let took = self.departed.elapsed().as_secs_f32() * 1e3;
                 self.step_ms = smoothed(self.step_ms, took);
-                self.service.commit(plan).err()
+                let rows = plan.num_rows();
+                let committed = self.service.commit(plan);
+                // Nothing in a picture may depend on the machine.
+                let paced = match self.picture {
+                    Some(_) => Ok(()),
+                    None => self.service.keep_pace(rows, took),
+                };
+                committed.and(paced).err()
             }
             Arrival::Dropped(error) => {
                 // It did not run.

@@ -20,9 +20,10 @@ use llama::{
 };
 
 use crate::{
+    pace::MOST_ROWS,
     palette::NUM_OWNERS,
     service::{Language, in_words},
-    settings::{STEP_TOKENS, Settings},
+    settings::Settings,
 };
 
 /// A model file that has been looked at: everything but its weights.
@@ -106,7 +107,7 @@ impl Loading<Result<FramePool, String>> {
             let mut progress = |bytes| done.store(bytes, Ordering::Relaxed);
             let model = GpuModel::load(gpu, &mut file, config.clone(), &mut progress).map_err(in_words)?;
             let cache = settings.cache(&config).map_err(in_words)?;
-            FramePool::new(model, cache, STEP_TOKENS, NUM_OWNERS as u32).map_err(in_words)
+            FramePool::new(model, cache, MOST_ROWS, NUM_OWNERS as u32).map_err(in_words)
         })
     }
 }
@@ -122,7 +123,7 @@ impl Loading<Replaced> {
         Self::start(context, beside, 0, move |_| {
             let cache = settings.cache(pool.config()).map_err(in_words);
             let replaced =
-                cache.and_then(|cache| pool.replace(cache, STEP_TOKENS, NUM_OWNERS as u32).map_err(in_words));
+                cache.and_then(|cache| pool.replace(cache, MOST_ROWS, NUM_OWNERS as u32).map_err(in_words));
             (pool, replaced)
         })
     }

@@ -19,6 +19,7 @@ mod loading;
 mod look;
 mod marks;
 mod options;
+mod pace;
 mod palette;
 mod panel;
 mod picture;

@@ -20,6 +20,8 @@ pub(crate) struct Counters<'a> {
     pub(crate) usage: Usage,
     pub(crate) bytes_per_token: u64,
     pub(crate) block_bytes: u64,
+    /// Most rows of a step, as things are.
+    pub(crate) step_rows: u32,
 }
 
 /// Lets the user choose. Whoever changes something gets another pool.
@@ -125,12 +127,13 @@ fn memory(ui: &mut Ui, palette: &Palette, counters: &Counters<'_>) {
 }
 
 fn work(ui: &mut Ui, palette: &Palette, counters: &Counters<'_>) {
-    let Counters { stats, block_bytes, .. } = counters;
+    let Counters { stats, block_bytes, step_rows, .. } = counters;
     let cache = &stats.cache;
     let moved = |blocks: u64| bytes(blocks * block_bytes);
     let found = 100.0 * stats.prefix_hit_tokens as f64 / stats.prefix_wanted_tokens.max(1) as f64;
     let rows = [
         ("steps", number(stats.steps), String::new()),
+        ("most rows of a step", number(u64::from(*step_rows)), String::new()),
         ("tokens generated", number(stats.generated_tokens), String::new()),
         ("prompt tokens computed", number(stats.prompt_tokens), String::new()),
         ("found in the cache", number(stats.prefix_hit_tokens), format!("{found:.0} %")),

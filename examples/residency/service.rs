@@ -22,6 +22,7 @@ use crate::{
     chat::{Chat, News, Phase, Role, Segment, letter},
     history::History,
     marks::Marks,
+    pace::next_rows,
     palette::NUM_OWNERS,
     script::{Action, Script},
     settings::Settings,
@@ -65,6 +66,9 @@ pub(crate) struct Service {
     chats: [Option<Chat>; NUM_OWNERS],
     next_stream: u32,
     results: Vec<RowResult>,
+    /// Most rows of a step.
+    pub(crate) step_rows: u32,
+    step_work_budget: u64,
     pub(crate) marks: Marks,
     pub(crate) history: History,
     /// Why nothing is computed although something waits.
@@ -84,8 +88,11 @@ impl Service {
         script: Script,
     ) -> Result<Self, String> {
         let cache = settings.cache(config).map_err(in_words)?;
+        let scheduler = settings.scheduler();
         Ok(Self {
-            scheduler: Scheduler::new(settings.scheduler(), cache).map_err(in_words)?,
+            step_rows: scheduler.step_tokens,
+            step_work_budget: scheduler.step_work_budget,
+            scheduler: Scheduler::new(scheduler, cache).map_err(in_words)?,
             language,
             sampler: Sampler { temperature: 0.7, seed: 11 },
             script,
@@ -176,6 +183,15 @@ impl Service {
                 Some((self.slot_of(row.sequence)?, self.scheduler.tokens(row.sequence)?.to_vec()))
             })
             .collect()
+    }
+
+    /// Lets the next steps have more or fewer rows, after one of `rows` that took `took_ms`.
+    ///
+    /// # Errors
+    /// As [`Scheduler::set_step_budgets`], in words.
+    pub(crate) fn keep_pace(&mut self, rows: u32, took_ms: f32) -> Result<(), String> {
+        self.step_rows = next_rows(self.step_rows, rows, took_ms);
+        self.scheduler.set_step_budgets(self.step_rows, self.step_work_budget).map_err(in_words)
     }
 
     fn take(&mut self, event: StepEvent) {

@@ -6,10 +6,7 @@ use paged_kv::{
     VictimPolicy,
 };
 
-use crate::{options::Options, palette::NUM_OWNERS, script::Script};
-
-/// Rows of a step: a long prompt is read in so many tokens a frame, so that frames stay short.
-pub(crate) const STEP_TOKENS: u32 = 32;
+use crate::{options::Options, pace::LEAST_ROWS, palette::NUM_OWNERS, script::Script};
 
 /// A pool and its policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,7 +47,7 @@ impl Settings {
 
     pub(crate) fn scheduler(&self) -> SchedulerConfig {
         SchedulerConfig {
-            step_tokens: STEP_TOKENS,
+            step_tokens: LEAST_ROWS,
             admission: match self.guaranteed {
                 true => Admission::Guaranteed,
                 false => Admission::Overcommitted { watermark_blocks: self.num_blocks / 32 },

@@ -17,6 +17,8 @@ mod history;
 mod marks;
 #[path = "../residency/options.rs"]
 mod options;
+#[path = "../residency/pace.rs"]
+mod pace;
 #[path = "../residency/palette.rs"]
 mod palette;
 #[path = "../residency/script.rs"]
@@ -43,6 +45,7 @@ use llama::{
     tokenizer::Tokenizer,
 };
 use options::Options;
+use pace::{BUDGET_MS, LEAST_ROWS, MOST_ROWS, next_rows};
 use paged_kv::{
     CacheConfig, KvType, Request, RowResult, Schedule, Scheduler, SchedulerConfig, StepEvent, TransferReport,
 };
@@ -260,6 +263,37 @@ fn what_cannot_be_is_told_in_the_librarys_words() {
     let odd = Settings { block_size: 3, ..settings };
     let error = Service::new(&odd, &config, language, script::TOY).err().unwrap();
     assert!(error.contains("block size") && error.contains('3'), "{error}");
+}
+
+#[test]
+fn steps_grow_while_they_are_full_and_in_time_and_shrink_when_they_are_late() {
+    let (early, late) = (BUDGET_MS - 1.0, BUDGET_MS + 1.0);
+    assert_eq!(next_rows(32, 32, early), 36);
+    assert_eq!(next_rows(32, 31, early), 32, "there was no more to compute");
+    assert_eq!(next_rows(320, 320, 1.25 * BUDGET_MS), 256, "by as much as it was late");
+    assert_eq!(next_rows(320, 320, 10.0 * BUDGET_MS), 160, "but a single delay does not undo everything");
+    assert_eq!(next_rows(320, 100, late), 320, "few rows tell nothing of many");
+    assert!(next_rows(320, 160, late) < 320);
+    assert_eq!(
+        (next_rows(LEAST_ROWS, LEAST_ROWS, late), next_rows(500, 500, early)),
+        (LEAST_ROWS, MOST_ROWS)
+    );
+
+    // A device that takes so long for a step and so long for each of its rows.
+    let settled = |step_ms: f32, row_ms: f32| {
+        let mut rows = LEAST_ROWS;
+        let mut seen: Vec<u32> = Vec::new();
+        for _ in 0..60 {
+            rows = next_rows(rows, rows, step_ms + rows as f32 * row_ms);
+            seen.push(rows);
+        }
+        let steady = seen.split_off(40);
+        (*steady.iter().min().unwrap(), *steady.iter().max().unwrap())
+    };
+    assert_eq!(settled(1.0, 0.01), (MOST_ROWS, MOST_ROWS), "a fast one reads in the largest steps");
+    assert_eq!(settled(100.0, 1.0), (LEAST_ROWS, LEAST_ROWS), "a slow one in the smallest");
+    let (least, most) = settled(5.0, 0.1);
+    assert!(least > 150 && most < 230, "200 rows are just in time: {least} to {most}");
 }
 
 /// A service with one chat that has said a few letters.

@@ -43,8 +43,13 @@ impl App {
                 let stats = self.service.scheduler().stats();
                 let cache = *self.service.scheduler().cache().config();
                 let (bytes_per_token, block_bytes) = (cache.bytes_per_token(), cache.bytes_per_block());
-                let counters =
-                    Counters { stats: &stats, usage: snapshot.usage(), bytes_per_token, block_bytes };
+                let counters = Counters {
+                    stats: &stats,
+                    usage: snapshot.usage(),
+                    bytes_per_token,
+                    block_bytes,
+                    step_rows: self.service.step_rows,
+                };
                 panel::counters(ui, &palette, &counters);
                 panel::hints(ui, &palette);
             },
