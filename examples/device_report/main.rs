@@ -85,7 +85,7 @@ fn make(options: &Options) -> Result<Report, String> {
     let Some(chosen) = facts.iter().position(named) else {
         let labels: Vec<_> = facts.iter().map(|facts| facts.label.as_str()).collect();
         return Err(match labels.is_empty() {
-            true => "no adapter was found".to_owned(),
+            true => "no adapter was found; README.md, Troubleshooting, says what to install".to_owned(),
             false => {
                 format!("no adapter that computes has \"{part}\" in its name; found: {}", labels.join(", "))
             }

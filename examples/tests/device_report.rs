@@ -202,7 +202,8 @@ fn check_numbers(check: &Value) {
 fn the_text_fits_a_terminal_and_says_what_the_json_says() {
     let ended = run_report(&[]);
     if adapters().is_empty() {
-        assert_eq!((ended.status, ended.err.as_str()), (2, "device_report: no adapter was found\n"));
+        assert_eq!(ended.status, 2);
+        assert!(ended.err.starts_with("device_report: no adapter was found; "), "{}", ended.err);
         return;
     }
     assert_eq!(ended.status, 0, "{}", ended.err);
