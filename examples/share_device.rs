@@ -176,8 +176,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         draw(&mut encoder, &window, frames); // The frame is drawn whether a step is on its way or not.
         queue.submit([encoder.finish()]);
         if let Some(arrived) = mapped_after_submit {
-            let arrive = move |_| arrived.store(true, Ordering::Release);
-            readback.slice(..).map_async(wgpu::MapMode::Read, arrive);
+            readback.map_async(wgpu::MapMode::Read, .., move |_| arrived.store(true, Ordering::Release));
         }
     }
     println!("{frames} frames, {steps} steps, {}", scheduler.stats().cache);

@@ -296,3 +296,14 @@ fn the_readme_says_what_to_do_about_every_error() {
     assert!(gone.is_empty(), "Troubleshooting in README.md explains {gone:?}, which do not exist");
     assert!(listed.is_sorted_by(|one, other| one < other), "an error has two rows");
 }
+
+#[test]
+fn examples_that_are_to_be_read_through_are_short() {
+    let limits =
+        [("share_device.rs", 200), ("parallel_sampling.rs", 150), ("bring_your_own_scheduler.rs", 150)];
+    for (name, limit) in limits {
+        let text = fs::read_to_string(root().join("examples").join(name)).unwrap();
+        let lines = text.lines().count();
+        assert!(lines < limit, "{name} has {lines} lines, not under {limit}");
+    }
+}
