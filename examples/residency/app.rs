@@ -45,6 +45,8 @@ pub(crate) struct App {
     departed: Instant,
     step_ms: f32,
     frame_ms: f32,
+    /// The longest time from one frame to the next since a step departed.
+    longest_ms: f32,
     is_paused: bool,
     /// Although paused.
     one_step: bool,
@@ -104,6 +106,7 @@ impl App {
             departed: Instant::now(),
             step_ms: 0.0,
             frame_ms: 0.0,
+            longest_ms: 0.0,
             is_paused: false,
             one_step: false,
             error: None,
@@ -231,6 +234,7 @@ impl App {
             if let Some(plan) = self.service.plan(&reports, now) {
                 station.depart(plan);
                 (self.steps, self.departed) = (self.steps + 1, Instant::now());
+                self.longest_ms = 0.0;
             }
         });
     }
@@ -248,10 +252,10 @@ impl App {
                 self.step_ms = smoothed(self.step_ms, took);
                 let rows = plan.num_rows();
                 let committed = self.service.commit(plan);
-                // Nothing in a picture may depend on the machine.
-                let paced = match self.picture {
-                    Some(_) => Ok(()),
-                    None => self.service.keep_pace(rows, took),
+                // Nothing in a picture may depend on the machine, and a paused window draws few frames.
+                let paced = match self.picture.is_some() || self.is_paused {
+                    true => Ok(()),
+                    false => self.service.keep_pace(rows, self.longest_ms),
                 };
                 committed.and(paced).err()
             }
@@ -332,6 +336,7 @@ impl eframe::App for App {
         }
         let frame_s = context.input(|input| input.unstable_dt);
         self.frame_ms = smoothed(self.frame_ms, frame_s * 1e3);
+        self.longest_ms = self.longest_ms.max(frame_s * 1e3);
         self.advance(&context);
         self.draw(ui);
         if self.is_paused || self.has_nothing_left() {

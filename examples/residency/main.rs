@@ -76,6 +76,7 @@ fn show(options: Options) -> Result<(), String> {
             .with_title("paged-kv residency")
             .with_inner_size([1440.0, 900.0])
             .with_min_inner_size([960.0, 640.0]),
+        // The default lets a frame be made while the step of the one before is computed.
         wgpu_options: WgpuConfiguration { wgpu_setup: setup(options.adapter.clone()), ..Default::default() },
         // Colours mean something here; a test looks at them.
         dithering: false,

@@ -22,7 +22,7 @@ use crate::{
     chat::{Chat, News, Phase, Role, Segment, letter},
     history::History,
     marks::Marks,
-    pace::next_rows,
+    pace::Pace,
     palette::NUM_OWNERS,
     script::{Action, Script},
     settings::Settings,
@@ -66,8 +66,7 @@ pub(crate) struct Service {
     chats: [Option<Chat>; NUM_OWNERS],
     next_stream: u32,
     results: Vec<RowResult>,
-    /// Most rows of a step.
-    pub(crate) step_rows: u32,
+    pub(crate) pace: Pace,
     step_work_budget: u64,
     pub(crate) marks: Marks,
     pub(crate) history: History,
@@ -90,7 +89,7 @@ impl Service {
         let cache = settings.cache(config).map_err(in_words)?;
         let scheduler = settings.scheduler();
         Ok(Self {
-            step_rows: scheduler.step_tokens,
+            pace: Pace::START,
             step_work_budget: scheduler.step_work_budget,
             scheduler: Scheduler::new(scheduler, cache).map_err(in_words)?,
             language,
@@ -185,13 +184,14 @@ impl Service {
             .collect()
     }
 
-    /// Lets the next steps have more or fewer rows, after one of `rows` that took `took_ms`.
+    /// Lets the next steps have more or fewer rows, after one of `rows` beside which frames were at most `longest_ms`
+    /// apart.
     ///
     /// # Errors
     /// As [`Scheduler::set_step_budgets`], in words.
-    pub(crate) fn keep_pace(&mut self, rows: u32, took_ms: f32) -> Result<(), String> {
-        self.step_rows = next_rows(self.step_rows, rows, took_ms);
-        self.scheduler.set_step_budgets(self.step_rows, self.step_work_budget).map_err(in_words)
+    pub(crate) fn keep_pace(&mut self, rows: u32, longest_ms: f32) -> Result<(), String> {
+        self.pace.learn(rows, longest_ms);
+        self.scheduler.set_step_budgets(self.pace.rows, self.step_work_budget).map_err(in_words)
     }
 
     fn take(&mut self, event: StepEvent) {

@@ -45,7 +45,7 @@ use llama::{
     tokenizer::Tokenizer,
 };
 use options::Options;
-use pace::{BUDGET_MS, LEAST_ROWS, MOST_ROWS, next_rows};
+use pace::{BUDGET_MS, LEAST_ROWS, MOST_ROWS, Pace};
 use paged_kv::{
     CacheConfig, KvType, Request, RowResult, Schedule, Scheduler, SchedulerConfig, StepEvent, TransferReport,
 };
@@ -268,24 +268,35 @@ fn what_cannot_be_is_told_in_the_librarys_words() {
 #[test]
 fn steps_grow_while_they_are_full_and_in_time_and_shrink_when_they_are_late() {
     let (early, late) = (BUDGET_MS - 1.0, BUDGET_MS + 1.0);
-    assert_eq!(next_rows(32, 32, early), 36);
-    assert_eq!(next_rows(32, 31, early), 32, "there was no more to compute");
-    assert_eq!(next_rows(320, 320, 1.25 * BUDGET_MS), 256, "by as much as it was late");
-    assert_eq!(next_rows(320, 320, 10.0 * BUDGET_MS), 160, "but a single delay does not undo everything");
-    assert_eq!(next_rows(320, 100, late), 320, "few rows tell nothing of many");
-    assert!(next_rows(320, 160, late) < 320);
-    assert_eq!(
-        (next_rows(LEAST_ROWS, LEAST_ROWS, late), next_rows(500, 500, early)),
-        (LEAST_ROWS, MOST_ROWS)
-    );
+    let after = |steps: &[(u32, f32)]| {
+        let mut pace = Pace::START;
+        steps.iter().for_each(|&(rows, longest_ms)| pace.learn(rows, longest_ms));
+        pace.rows
+    };
+    let start = after(&[]);
+    assert_eq!(start, LEAST_ROWS);
+    assert_eq!(after(&[(start, early)]), 2 * start, "doubled until it is too much");
+    assert_eq!(after(&[(start - 1, early)]), start, "there was no more to compute");
+    let twice = [(start, early), (2 * start, early)];
+    assert_eq!(after(&twice), 4 * start);
+    let then = |rows, longest_ms| after(&[twice[0], twice[1], (rows, longest_ms)]);
+    assert_eq!(then(128, 1.25 * BUDGET_MS), 102, "by as much as it was late");
+    assert_eq!(then(128, 10.0 * BUDGET_MS), 64, "but a single delay does not undo everything");
+    assert_eq!(then(60, late), 64, "fewer rows would have been too many, too");
+    assert_eq!(then(8, late), 128, "a row for every chat cannot be less");
+    assert_eq!(after(&[(32, early), (64, late), (61, early)]), 61 + 61 / 8, "then by little");
+    assert_eq!(after(&[(32, late)]), LEAST_ROWS);
+    assert_eq!(after(&[(32, early), (64, early), (128, early), (256, early), (512, early)]), MOST_ROWS);
 
-    // A device that takes so long for a step and so long for each of its rows.
+    // A device that takes so long for a step and so long for each of its rows, behind a display of 60 frames a second.
     let settled = |step_ms: f32, row_ms: f32| {
-        let mut rows = LEAST_ROWS;
+        let frame_ms = 1000.0 / 60.0;
+        let mut pace = Pace::START;
         let mut seen: Vec<u32> = Vec::new();
         for _ in 0..60 {
-            rows = next_rows(rows, rows, step_ms + rows as f32 * row_ms);
-            seen.push(rows);
+            let took_ms = step_ms + pace.rows as f32 * row_ms;
+            pace.learn(pace.rows, (took_ms / frame_ms).ceil() * frame_ms);
+            seen.push(pace.rows);
         }
         let steady = seen.split_off(40);
         (*steady.iter().min().unwrap(), *steady.iter().max().unwrap())
@@ -293,7 +304,26 @@ fn steps_grow_while_they_are_full_and_in_time_and_shrink_when_they_are_late() {
     assert_eq!(settled(1.0, 0.01), (MOST_ROWS, MOST_ROWS), "a fast one reads in the largest steps");
     assert_eq!(settled(100.0, 1.0), (LEAST_ROWS, LEAST_ROWS), "a slow one in the smallest");
     let (least, most) = settled(5.0, 0.1);
-    assert!(least > 150 && most < 230, "200 rows are just in time: {least} to {most}");
+    assert!(least > 80 && most < 135, "116 rows fit into a frame: {least} to {most}");
+}
+
+#[test]
+fn the_pace_is_that_of_the_next_step() {
+    let (config, language) = toy_language();
+    let options = Options::parse_from(["residency", "--blocks", "64"]);
+    let settings = Settings::new(&options, &script::TOY);
+    let mut service = Service::new(&settings, &config, language, script::TOY).unwrap();
+    service.ask(&"long ".repeat(60)).unwrap();
+    let logits = vec![0.0; config.vocab_len as usize];
+    let mut rows = Vec::new();
+    for longest_ms in [1.0, 1.0, 100.0, 1.0] {
+        let plan = service.plan(&[], 0.0).expect("a prompt to read");
+        rows.push(plan.num_rows());
+        (0..plan.logit_rows().len()).for_each(|entry| service.choose(&plan, entry, &logits));
+        service.commit(plan).unwrap();
+        service.keep_pace(*rows.last().unwrap(), longest_ms).unwrap();
+    }
+    assert_eq!(rows, [32, 64, 128, 64]);
 }
 
 /// A service with one chat that has said a few letters.

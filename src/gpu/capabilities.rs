@@ -65,8 +65,8 @@ pub(super) struct Scale {
     pub(super) target_workgroups: u32,
     /// Floating-point operations of attention that one dispatch has by default. Enough for half of those workgroups when
     /// a prompt of 16,384 tokens is read, because dispatches run one after the other; few enough for some milliseconds.
-    /// By the multiply-adds that AMD's compiler makes (benches/RESULTS.md), an RX 7900 XTX needs at least 3 ms for 60
-    /// GFLOP, an RX 7600 8, and a Steam Deck 11 for 15.
+    /// By the times to issue in benches/RESULTS.md, an RX 7900 XTX takes 2.6 ms for 60 GFLOP, an RX 7600 8.1, and a Steam
+    /// Deck 10.6 for 15.
     pub(super) dispatch_flop: u64,
 }
 

@@ -48,7 +48,7 @@ impl App {
                     usage: snapshot.usage(),
                     bytes_per_token,
                     block_bytes,
-                    step_rows: self.service.step_rows,
+                    step_rows: self.service.pace.rows,
                 };
                 panel::counters(ui, &palette, &counters);
                 panel::hints(ui, &palette);
