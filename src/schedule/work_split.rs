@@ -78,7 +78,7 @@ pub struct PrefillItem {
 }
 
 impl PrefillItem {
-    /// Words of an item as shaders read it, who have the number from here.
+    /// Words of an item as shaders read it, which have the number from here.
     pub const WORDS: u32 = 8;
 
     /// The item as shaders read it.

@@ -65,15 +65,23 @@ fn main() -> Result<(), Failure> {
     let mut report = Report::new(&gpu.name, rates);
     let wanted = options.case.as_deref().unwrap_or_default();
     let specs = if options.quick { cases::quick() } else { cases::all() };
+    let mut loss = None;
     for mut spec in specs.into_iter().filter(|spec| spec.name().contains(wanted)) {
         spec.case.num_layers = num_layers(&gpu, &spec);
         match gpu.explain(run(&gpu, &rates, &spec, options.quick || options.case.is_some())) {
             Ok(rows) => rows.into_iter().for_each(|row| report.add(row)),
-            Err(reason) if gpu.is_lost() => return Err(reason),
-            Err(reason) => report.leave_out(&spec.name(), &reason.to_string()),
+            Err(reason) => {
+                report.leave_out(&spec.name(), &reason.to_string());
+                if gpu.is_lost() {
+                    loss = Some(reason);
+                    break;
+                }
+            }
         }
     }
-    report.finish(options.json.as_deref())
+    // What was measured before a loss holds.
+    report.finish(options.json.as_deref())?;
+    loss.map_or(Ok(()), Err)
 }
 
 fn run(gpu: &Gpu, rates: &StreamRates, spec: &Spec, patient: bool) -> Result<Vec<Row>, Failure> {

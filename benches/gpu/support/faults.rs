@@ -20,7 +20,7 @@ pub enum GpuFailure {
     },
     /// wgpu refused a call.
     Refused {
-        /// The first line of what it said.
+        /// What it said, in one line: the call, its label, and what is wrong with it.
         reason: String,
     },
 }
@@ -75,27 +75,41 @@ impl Faults {
 }
 
 pub(crate) fn refused(reason: &str) -> GpuFailure {
-    GpuFailure::Refused { reason: first_line(reason) }
+    GpuFailure::Refused { reason: in_one_line(reason) }
 }
 
 fn lost(reason: &str) -> GpuFailure {
-    GpuFailure::Lost { reason: first_line(reason) }
+    GpuFailure::Lost { reason: in_one_line(reason) }
 }
 
-fn first_line(text: &str) -> String {
-    text.lines().next().unwrap_or_default().trim_end_matches('.').to_owned()
+/// What wgpu says, as one line. It begins with a heading that is the same for every error; what went wrong stands in the
+/// lines after "Caused by:", the call first and each line the reason of the one before. A text without them is told by
+/// its first line.
+fn in_one_line(text: &str) -> String {
+    let lines = |text| str::lines(text).map(|line| line.trim().trim_end_matches(['.', ':']));
+    let causes = text.split_once("Caused by:").map_or("", |(_, causes)| causes);
+    let causes: Vec<&str> = lines(causes).filter(|line| !line.is_empty()).collect();
+    match causes[..] {
+        [] => lines(text).next().unwrap_or_default().to_owned(),
+        _ => causes.join(": "),
+    }
 }
 
-/// What `wgpu::Device::poll` panicked with, as a failure. wgpu 30 panics where the driver reports the loss to it.
-pub(crate) fn of_panic(payload: &(dyn Any + Send)) -> GpuFailure {
-    lost(panic_text(payload))
+/// What `wgpu::Device::poll` panicked with, as a failure, if it is its own panic. wgpu 30 panics where the driver reports
+/// the loss to it.
+pub(crate) fn of_panic(payload: &(dyn Any + Send)) -> Option<GpuFailure> {
+    let text = panic_text(payload);
+    text.starts_with(POLL_PANIC).then(|| lost(text))
 }
 
 /// Whether a panic is one that [`Gpu::wait`](crate::gpu::Gpu::wait) catches and returns as an error: a program that wants
 /// to say nothing else of it asks this in its panic hook.
 pub fn is_caught(panic: &std::panic::PanicHookInfo<'_>) -> bool {
-    panic_text(panic.payload()).starts_with("Error in Device::poll")
+    panic_text(panic.payload()).starts_with(POLL_PANIC)
 }
+
+/// How wgpu's own panics in `wgpu::Device::poll` begin.
+const POLL_PANIC: &str = "Error in Device::poll";
 
 fn panic_text(payload: &(dyn Any + Send)) -> &str {
     let owned = payload.downcast_ref::<String>().map(String::as_str);
@@ -116,10 +130,30 @@ mod tests {
         assert_eq!(faults.take(), None);
 
         faults.note(refused("first"));
-        faults.note(of_panic(&String::from("Error in Device::poll: lost.\nmore")));
+        faults.note(lost("gone"));
         faults.note(refused("later"));
-        let loss = GpuFailure::Lost { reason: "Error in Device::poll: lost".to_owned() };
+        let loss = GpuFailure::Lost { reason: "gone".to_owned() };
         assert!(faults.is_lost());
         assert_eq!((faults.take(), faults.take()), (Some(loss.clone()), Some(loss)));
+    }
+
+    #[test]
+    fn a_text_is_told_by_its_causes_or_else_by_its_first_line() {
+        let causes =
+            "Validation Error\n\nCaused by:\n  In a call, label = 'x'\n    It is wrong:\n      very.\n\n";
+        assert_eq!(in_one_line(causes), "In a call, label = 'x': It is wrong: very");
+        assert_eq!(in_one_line("Device is gone.\nmore"), "Device is gone");
+        assert_eq!(in_one_line("A heading\n\nCaused by:\n"), "A heading");
+        assert_eq!(in_one_line(""), "");
+    }
+
+    #[test]
+    fn only_a_panic_of_poll_itself_is_a_loss() {
+        let of_poll =
+            "Error in Device::poll: Validation Error\n\nCaused by:\n  Parent device is lost\n".to_owned();
+        let loss = GpuFailure::Lost { reason: "Parent device is lost".to_owned() };
+        assert_eq!(of_panic(&of_poll), Some(loss));
+        assert_eq!(of_panic(&"a callback of the application's failed"), None);
+        assert_eq!(of_panic(&7), None);
     }
 }

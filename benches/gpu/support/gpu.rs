@@ -1,7 +1,7 @@
 //! The adapter and its clock.
 
 use std::cell::Cell;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Instant;
 
 use bytemuck::Pod;
@@ -164,14 +164,20 @@ impl Gpu {
     ///
     /// # Errors
     /// The first [`GpuFailure`] since the last one that was returned; from a lost device always that.
+    ///
+    /// # Panics
+    /// As a callback does that is called meanwhile.
     pub fn wait(&self) -> Result<(), GpuFailure> {
         let poll = || self.device.poll(wgpu::PollType::wait_indefinitely());
         match catch_unwind(AssertUnwindSafe(poll)) {
             Ok(Ok(_)) => {}
             Ok(Err(error)) => self.faults.note(refused(&error.to_string())),
-            // wgpu's own callback has told more of it already, if it was called.
-            Err(panic) if !self.is_lost() => self.faults.note(of_panic(&*panic)),
-            Err(_) => {}
+            Err(panic) => match of_panic(&*panic) {
+                // wgpu's own callback has told more of it already, if it was called.
+                Some(_) if self.is_lost() => {}
+                Some(loss) => self.faults.note(loss),
+                None => resume_unwind(panic),
+            },
         }
         self.faults.take().map_or(Ok(()), Err)
     }
