@@ -5,8 +5,9 @@
 
 use std::time::{Duration, Instant};
 
-use bench_support::{Failure, gpu::Gpu};
+use bench_support::{Failure, faults::GpuFailure, gpu::Gpu};
 use indicatif::{ProgressBar, ProgressStyle};
+use paged_kv::{BindError, DeviceError, PrepareError};
 use serde::Serialize;
 
 use super::cases::{CASES, Case};
@@ -19,6 +20,7 @@ pub(crate) const TOLERANCE: f64 = 1e-5;
 /// What came out.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Check {
+    /// Whether every case that was begun was run, and right.
     pub(crate) passed: bool,
     pub(crate) cases_run: usize,
     pub(crate) cases_total: usize,
@@ -40,10 +42,35 @@ pub(crate) struct CaseResult {
     pub(crate) prefill_error: Option<f64>,
     /// What is wrong, if anything is.
     pub(crate) failure: Option<String>,
+    /// Why it was not run, where the device had too little memory for it: that says nothing about its numbers.
+    pub(crate) not_run: Option<String>,
+}
+
+impl Check {
+    pub(crate) fn of(cases: Vec<CaseResult>, interruption: Option<String>, took: Duration) -> Self {
+        let right = |case: &CaseResult| case.failure.is_none() && case.not_run.is_none();
+        let errors = cases.iter().flat_map(|case| [case.decode_error, case.prefill_error]).flatten();
+        Self {
+            passed: interruption.is_none() && cases.iter().all(right),
+            cases_run: cases.iter().filter(|case| case.not_run.is_none()).count(),
+            cases_total: CASES.len(),
+            seconds: took.as_secs_f64(),
+            tolerance: TOLERANCE,
+            worst_error: errors.fold(0.0, f64::max),
+            cases,
+            interruption,
+        }
+    }
+
+    /// Why less was run than was begun.
+    pub(crate) fn shortfall(&self) -> Option<&str> {
+        let not_run = || self.cases.iter().find_map(|case| case.not_run.as_deref());
+        self.interruption.as_deref().or_else(not_run)
+    }
 }
 
 /// Runs cases until the next one would probably take longer than what is left of `budget`, or the device is lost; one at
-/// least.
+/// least. A case for which there is too little memory is left out.
 pub(crate) fn check(gpu: &Gpu, budget: Duration) -> Check {
     let start = Instant::now();
     let bar = ProgressBar::new(CASES.len() as u64);
@@ -62,7 +89,8 @@ pub(crate) fn check(gpu: &Gpu, budget: Duration) -> Check {
         let begun = Instant::now();
         let errors = gpu.explain(run(gpu, case));
         if gpu.is_lost() {
-            interruption = errors.err().map(|failure| failure.to_string());
+            // Asked for once more: it may have been lost after the case, which then had no error.
+            interruption = gpu.wait().err().map(|loss| loss.to_string());
             break;
         }
         longest = longest.max(begun.elapsed());
@@ -70,22 +98,12 @@ pub(crate) fn check(gpu: &Gpu, budget: Duration) -> Check {
         bar.inc(1);
     }
     bar.finish_and_clear();
-    let errors = cases.iter().flat_map(|case| [case.decode_error, case.prefill_error]).flatten();
-    Check {
-        passed: interruption.is_none() && cases.iter().all(|case| case.failure.is_none()),
-        cases_run: cases.len(),
-        cases_total: CASES.len(),
-        seconds: start.elapsed().as_secs_f64(),
-        tolerance: TOLERANCE,
-        worst_error: errors.fold(0.0, f64::max),
-        cases,
-        interruption,
-    }
+    Check::of(cases, interruption, start.elapsed())
 }
 
 /// The result of a case, from what came out.
 pub(crate) fn judge(case: &Case, took: Duration, errors: Result<Errors, Failure>) -> CaseResult {
-    let (decode, prefill, failure) = match errors {
+    let (decode, prefill, failure, not_run) = match errors {
         Ok(Errors { decode, prefill, stored_exactly }) => {
             let failure = if decode > TOLERANCE || prefill > TOLERANCE {
                 Some(format!("errors of {decode:.1e} in decode and {prefill:.1e} in prefill"))
@@ -94,9 +112,10 @@ pub(crate) fn judge(case: &Case, took: Duration, errors: Result<Errors, Failure>
             } else {
                 None
             };
-            (Some(decode), Some(prefill), failure)
+            (Some(decode), Some(prefill), failure, None)
         }
-        Err(failure) => (None, None, Some(failure.to_string())),
+        Err(failure) if lacks_memory(&failure) => (None, None, None, Some(failure.to_string())),
+        Err(failure) => (None, None, Some(failure.to_string()), None),
     };
     // JSON has no infinity: an output that is no number is told by the failure.
     let finite = |error: Option<f64>| error.filter(|error| error.is_finite());
@@ -106,5 +125,17 @@ pub(crate) fn judge(case: &Case, took: Duration, errors: Result<Errors, Failure>
         decode_error: finite(decode),
         prefill_error: finite(prefill),
         failure,
+        not_run,
     }
+}
+
+/// Whether the device, or the library on it, had no memory for a buffer.
+fn lacks_memory(failure: &Failure) -> bool {
+    matches!(failure.downcast_ref(), Some(GpuFailure::OutOfMemory { .. }))
+        || matches!(failure.downcast_ref(), Some(DeviceError::OutOfMemory { .. }))
+        || matches!(failure.downcast_ref(), Some(BindError::OutOfMemory { .. }))
+        || matches!(
+            failure.downcast_ref(),
+            Some(PrepareError::OutOfMemory { .. } | PrepareError::StagingOutOfMemory { .. })
+        )
 }

@@ -17,6 +17,7 @@ mod report;
 mod requests;
 mod step;
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -29,7 +30,8 @@ use report::{Report, Versions};
 
 /// Reports what the library makes of an adapter; with --check, whether its numbers are right.
 ///
-/// Exit status 1 when a check failed, 2 when there is nothing to report on, 3 when the device failed meanwhile.
+/// Exit status 1 when a number is wrong, 2 when there is nothing to report on, 3 when the device was lost or had too
+/// little memory for something.
 #[derive(Debug, Parser)]
 #[command(name = "device_report")]
 struct Options {
@@ -59,52 +61,65 @@ fn main() -> ExitCode {
             hook(panic);
         }
     }));
-    match make(&options) {
-        Ok(report) => {
-            match options.json {
-                true => println!("{}", report.json()),
-                false => print!("{}", report.text()),
-            }
-            if let Some(failure) = report.failure() {
-                eprintln!("device_report: {failure}");
-            }
-            ExitCode::from(report.status())
-        }
-        Err(message) => {
-            eprintln!("device_report: {message}");
-            ExitCode::from(2)
-        }
-    }
+    ExitCode::from(run(&options).unwrap_or_else(|message| {
+        eprintln!("device_report: {message}");
+        2
+    }))
 }
 
-fn make(options: &Options) -> Result<Report, String> {
+/// Prints the report; the exit status.
+fn run(options: &Options) -> Result<u8, String> {
     let all = adapters::find();
     let facts: Vec<AdapterFacts> = all.iter().map(AdapterFacts::of).collect();
+    let chosen = choose(options, &facts)?;
+    let gpu =
+        Gpu::on(&all[chosen]).map_err(|error| format!("{} gives no device: {error}", facts[chosen].label))?;
+    let report = make(options, facts, chosen, &all[chosen], &gpu);
+    match options.json {
+        true => println!("{}", report.json()),
+        false => print!("{}", report.text()),
+    }
+    if let Some(failure) = report.failure() {
+        eprintln!("device_report: {failure}");
+    }
+    // wgpu 30 panics in it where the driver cannot wait for the queue. By now all has been told, and the status holds.
+    let _ = catch_unwind(AssertUnwindSafe(|| drop(gpu)));
+    Ok(report.status())
+}
+
+/// Index of the adapter to report on.
+fn choose(options: &Options, facts: &[AdapterFacts]) -> Result<usize, String> {
     let part = options.adapter.as_deref().unwrap_or_default().to_lowercase();
     let named = |facts: &AdapterFacts| facts.computes && facts.label.to_lowercase().contains(&part);
-    let Some(chosen) = facts.iter().position(named) else {
+    facts.iter().position(named).ok_or_else(|| {
         let labels: Vec<_> = facts.iter().map(|facts| facts.label.as_str()).collect();
-        return Err(match labels.is_empty() {
+        match labels.is_empty() {
             true => "no adapter was found; README.md, Troubleshooting, says what to install".to_owned(),
             false => {
                 format!("no adapter that computes has \"{part}\" in its name; found: {}", labels.join(", "))
             }
-        });
-    };
-    let adapter = &all[chosen];
+        }
+    })
+}
+
+fn make(
+    options: &Options,
+    adapters: Vec<AdapterFacts>,
+    chosen: usize,
+    adapter: &wgpu::Adapter,
+    gpu: &Gpu,
+) -> Report {
     let requests = requests::requests(adapter);
     let max_binding = requests.iter().filter(|request| request.is_limit).map(|request| request.request);
     let max_binding = max_binding.min().unwrap_or(0);
-    let gpu =
-        Gpu::on(adapter).map_err(|error| format!("{} gives no device: {error}", facts[chosen].label))?;
     let pool_bytes = options.pool << 20;
-    let (rates, rates_failure) = match gpu.explain(rates::measure(&gpu)) {
+    let (rates, rates_failure) = match gpu.explain(rates::measure(gpu)) {
         Ok(rates) => (Some(rates), None),
         Err(failure) => (None, Some(failure.to_string())),
     };
-    Ok(Report {
+    Report {
         versions: Versions::here(),
-        adapters: facts,
+        adapters,
         adapter: chosen,
         features: adapter.features().iter_names().map(|(name, _)| name).collect(),
         requests,
@@ -112,6 +127,6 @@ fn make(options: &Options) -> Result<Report, String> {
         models: models::fits(pool_bytes, max_binding),
         rates,
         rates_failure,
-        check: options.check.map(|seconds| check::check(&gpu, Duration::from_secs(seconds))),
-    })
+        check: options.check.map(|seconds| check::check(gpu, Duration::from_secs(seconds))),
+    }
 }

@@ -64,8 +64,7 @@ fn locked(package: &str) -> &'static str {
 impl Report {
     /// Why there is less in it than was asked for.
     pub(crate) fn failure(&self) -> Option<&str> {
-        let interruption = self.check.as_ref().and_then(|check| check.interruption.as_deref());
-        self.rates_failure.as_deref().or(interruption)
+        self.rates_failure.as_deref().or_else(|| self.check.as_ref().and_then(Check::shortfall))
     }
 
     /// The program's exit status.
@@ -101,7 +100,7 @@ impl Report {
             let computes = if facts.computes { "" } else { ", does not compute" };
             let _ = writeln!(text, "{mark} {} ({}{computes})", facts.label, facts.device_type);
             let driver = format!("{} {}", facts.driver, facts.driver_info);
-            let _ = writeln!(text, "      {:.90}", driver.trim());
+            wrap(text, "      ", driver.trim());
         }
     }
 
@@ -153,8 +152,8 @@ impl Report {
     fn write_rates(&self, text: &mut String) {
         let Some(rates) = &self.rates else {
             let reason = self.rates_failure.as_deref().unwrap_or_default();
-            let _ = writeln!(text, "\nrates: not measured: {reason}");
-            return;
+            text.push('\n');
+            return wrap(text, "rates: not measured: ", reason);
         };
         let _ = writeln!(text, "\nkernels for 32/8 heads of 128, f16");
         for variant in &rates.variants {
@@ -187,9 +186,9 @@ impl Report {
             text.push_str("\nnumbers: not checked; --check does, in about three minutes at most\n");
             return;
         };
-        if let (true, Some(interruption)) = (check.cases.is_empty(), &check.interruption) {
-            let _ = writeln!(text, "\nnumbers: not checked: {interruption:.70}");
-            return;
+        if let (0, Some(reason)) = (check.cases_run, check.shortfall()) {
+            text.push('\n');
+            return wrap(text, "numbers: not checked: ", reason);
         }
         let wrong = check.cases.iter().filter(|case| case.failure.is_some()).count();
         let verdict = match wrong {
@@ -202,14 +201,26 @@ impl Report {
             check.cases_total, check.seconds, check.worst_error, check.tolerance
         );
         if let Some(interruption) = &check.interruption {
-            let _ = writeln!(text, "  ended before its time: {interruption:.70}");
+            wrap(text, "  ended before its time: ", interruption);
         }
         for case in &check.cases {
             if let Some(failure) = &case.failure {
-                let _ = writeln!(text, "  {}\n      {failure:.90}", case.name);
+                let _ = writeln!(text, "  {}", case.name);
+                wrap(text, "      ", failure);
+            }
+            if let Some(reason) = &case.not_run {
+                let _ = writeln!(text, "  {}", case.name);
+                wrap(text, "      not run: ", reason);
             }
         }
     }
+}
+
+/// Adds `start` and `words`, whose length nobody knows, in as many lines as they take.
+fn wrap(text: &mut String, start: &str, words: &str) {
+    let options = textwrap::Options::new(100).initial_indent(start).subsequent_indent("      ");
+    text.push_str(&textwrap::fill(words, options));
+    text.push('\n');
 }
 
 fn mib(bytes: u64) -> String {

@@ -1,9 +1,7 @@
 //! The `device_report` example, on every software adapter: its JSON against what wgpu and arithmetic say.
 
 use super::{Ended, program, run};
-use bench_support::{Failure, faults::GpuFailure, gpu::Gpu, stream::Stream};
 use serde_json::Value;
-use std::time::Duration;
 
 // Its parts by themselves, where no process can be brought to what is tested.
 #[allow(dead_code)]
@@ -30,6 +28,8 @@ mod requests;
 #[allow(dead_code)]
 #[path = "../device_report/step.rs"]
 mod step;
+
+mod failures;
 
 fn run_report(arguments: &[&str]) -> Ended {
     run(program("device_report").args(arguments), "")
@@ -218,166 +218,18 @@ fn the_text_fits_a_terminal_and_says_what_the_json_says() {
 
 #[test]
 fn an_adapter_that_is_not_there_is_answered_with_those_that_are() {
-    let ended = run_report(&["--adapter", "no such"]);
-    assert_eq!((ended.status, ended.out.as_str(), ended.err.lines().count()), (2, "", 1));
-    for label in adapters().iter().map(label) {
-        assert!(ended.err.contains(&label), "{}", ended.err);
-    }
-}
-
-#[test]
-fn any_wrong_number_is_a_failure() {
-    let errors = |decode, prefill, stored_exactly| Ok(step::Errors { decode, prefill, stored_exactly });
-    let judge = |errors| check::judge(&cases::CASES[0], Duration::ZERO, errors).failure;
-    assert_eq!(judge(errors(1e-5, 1e-5, true)), None);
-    for wrong in [
-        errors(1.1e-5, 0.0, true),
-        errors(0.0, 1.1e-5, true),
-        errors(f64::INFINITY, 0.0, true),
-        errors(0.0, 0.0, false),
-        Err("a complaint".into()),
-    ] {
-        assert!(judge(wrong).is_some());
-    }
-}
-
-/// The first adapter that compiles kernels in seconds, if there is one.
-fn vulkan_adapter() -> Option<wgpu::Adapter> {
-    adapters().into_iter().find(|adapter| adapter.get_info().backend == wgpu::Backend::Vulkan)
-}
-
-fn is_lost(failure: &Failure) -> bool {
-    matches!(failure.downcast_ref(), Some(GpuFailure::Lost { .. }))
-}
-
-/// Whenever it is lost, measuring ends with the loss: no panic, and no rate of a device that did nothing.
-#[test]
-fn a_device_that_is_lost_while_it_is_measured_is_an_error() {
-    let Some(adapter) = vulkan_adapter() else {
-        return println!("device_report: NOT RUN, losses: there is no Vulkan adapter");
-    };
-    let mut lost = 0;
-    for milliseconds in [0, 1, 3, 10, 30, 100, 300, 1000, 3000] {
-        let gpu = Gpu::on(&adapter).unwrap();
-        let device = gpu.device.clone();
-        let loss = move || {
-            std::thread::sleep(Duration::from_millis(milliseconds));
-            device.destroy();
-        };
-        let (measured, ended_first) = std::thread::scope(|scope| {
-            let losing = scope.spawn(loss);
-            let measured = gpu.explain(rates::measure(&gpu));
-            (measured, !losing.is_finished())
-        });
-        match measured {
-            Ok(_) => assert!(ended_first, "measured on a device that was lost after {milliseconds} ms"),
-            Err(failure) => {
-                assert!(is_lost(&failure), "{failure}");
-                lost += 1;
-            }
+    for json in [&[][..], &["--json"]] {
+        let ended = run_report(&[&["--adapter", "no such"], json].concat());
+        assert_eq!((ended.status, ended.out.as_str(), ended.err.lines().count()), (2, "", 1));
+        for label in adapters().iter().map(label) {
+            assert!(ended.err.contains(&label), "{}", ended.err);
         }
-        // From now on there is nothing else to hear from it.
-        assert!(matches!(gpu.wait(), Err(GpuFailure::Lost { .. })));
-    }
-    assert!(lost >= 5, "the loss came too late: {lost}");
-}
-
-#[test]
-fn a_check_that_loses_its_device_keeps_what_it_has_and_says_so() {
-    let Some(adapter) = vulkan_adapter() else {
-        return println!("device_report: NOT RUN, losses: there is no Vulkan adapter");
-    };
-    let gpu = Gpu::on(&adapter).unwrap();
-    gpu.device.destroy();
-    let check = check::check(&gpu, Duration::from_secs(60));
-    assert_eq!((check.passed, check.cases_run), (false, 0));
-    let told = check.interruption.clone().unwrap();
-    assert!(told.starts_with("the device was lost"), "{told}");
-
-    let report = a_report(Some("the device was lost".to_owned()), Some(check));
-    assert_eq!((report.status(), report.failure()), (3, Some("the device was lost")));
-    let text = report.text();
-    for words in
-        ["SmolLM2-135M", "rates: not measured: the device was lost", "numbers: not checked: the device"]
-    {
-        assert!(text.contains(words), "{words}: {text}");
-    }
-    let json: Value = serde_json::from_str(&report.json()).unwrap();
-    assert_eq!(json["check"]["interruption"], told);
-    assert!(json["rates"].is_null() && json["models"].is_array());
-}
-
-#[test]
-fn a_wrong_number_counts_more_than_what_ended_the_report() {
-    let case = |errors| check::judge(&cases::CASES[0], Duration::ZERO, errors);
-    let right = case(Ok(step::Errors { decode: 0.0, prefill: 0.0, stored_exactly: true }));
-    let wrong = case(Ok(step::Errors { decode: 1.0, prefill: 0.0, stored_exactly: true }));
-    let report = |cases: Vec<_>, interruption: Option<&str>| {
-        let passed =
-            interruption.is_none() && cases.iter().all(|case: &check::CaseResult| case.failure.is_none());
-        let check = check::Check {
-            passed,
-            cases_run: cases.len(),
-            cases_total: 9,
-            seconds: 0.0,
-            tolerance: check::TOLERANCE,
-            worst_error: 0.0,
-            cases,
-            interruption: interruption.map(str::to_owned),
-        };
-        a_report(None, Some(check))
-    };
-    let lost = Some("the device was lost");
-    assert_eq!(report(vec![right.clone()], None).status(), 0);
-    assert_eq!(report(vec![right.clone(), wrong.clone()], lost).status(), 1);
-    let interrupted = report(vec![right.clone(), right], lost);
-    assert_eq!((interrupted.status(), interrupted.failure()), (3, lost));
-    assert!(interrupted.text().contains("right in all 2 cases"), "{}", interrupted.text());
-    assert!(interrupted.text().contains("ended before its time: the device was lost"));
-}
-
-/// A report on an adapter without a device.
-fn a_report(rates_failure: Option<String>, check: Option<check::Check>) -> report::Report {
-    report::Report {
-        versions: report::Versions::here(),
-        adapters: vec![adapters::AdapterFacts::of(&noop_adapter())],
-        adapter: 0,
-        features: Vec::new(),
-        requests: Vec::new(),
-        pool_bytes: 1 << 30,
-        models: models::fits(1 << 30, 1 << 30),
-        rates: None,
-        rates_failure,
-        check,
     }
 }
 
 #[test]
-fn memory_that_the_device_does_not_have_is_an_error_with_the_bytes() {
-    let gpu = Gpu::on(&noop_adapter()).unwrap();
-    let asked_bytes = 1 << 50;
-    assert_eq!(Stream::read(&gpu, asked_bytes).time(), Err(GpuFailure::OutOfMemory { asked_bytes }));
-    // It is told once, and the device goes on.
-    assert_eq!(gpu.wait(), Ok(()));
-    assert!(Stream::read(&gpu, 1 << 20).time().is_ok());
-    // It is also the reason for what comes of it before anybody waits.
-    let unmeasured = gpu.empty(asked_bytes);
-    let failure = gpu.explain::<()>(Err("no such tensor".into())).unwrap_err();
-    assert_eq!(failure.downcast_ref(), Some(&GpuFailure::OutOfMemory { asked_bytes: unmeasured.size() }));
-}
-
-/// wgpu's own adapter without a device, which binds 4 PiB.
-fn noop_adapter() -> wgpu::Adapter {
-    let limits = wgpu::Limits {
-        max_storage_buffer_binding_size: 1 << 52,
-        max_buffer_size: 1 << 52,
-        ..wgpu::Limits::default()
-    };
-    let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
-    descriptor.flags = wgpu::InstanceFlags::empty();
-    descriptor.backend_options.noop =
-        wgpu::NoopBackendOptions { enable: true, limits: Some(limits), ..Default::default() };
-    let instance = wgpu::Instance::new(descriptor);
-    let mut found = pollster::block_on(instance.enumerate_adapters(wgpu::Backends::NOOP));
-    found.pop().unwrap()
+fn a_wrong_option_is_answered_without_a_report() {
+    let ended = run_report(&["--json", "--chekc"]);
+    assert_eq!((ended.status, ended.out.as_str()), (2, ""));
+    assert!(ended.err.contains("--chekc"), "{}", ended.err);
 }
