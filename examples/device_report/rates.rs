@@ -5,11 +5,12 @@ use bench_support::{
     Failure,
     cache::{BenchCache, Case, Sequence},
     gpu::Gpu,
-    pairs::repeated,
+    kernels::CacheKernel,
+    pairs::{interleaved, repeated},
     stream::stream_rates,
     twins::Placement,
 };
-use paged_kv::{KvType, shaders::LayerPart};
+use paged_kv::{KvType, shaders::LayerPart::Attention};
 use serde::Serialize;
 
 /// What was measured. On a software adapter only ratios mean anything.
@@ -23,6 +24,8 @@ pub(crate) struct Rates {
     /// Bytes read and bytes written, both counted.
     pub(crate) copy_bytes_per_s: f64,
     pub(crate) decode: Decode,
+    /// On hardware only.
+    pub(crate) ratios: Option<Ratios>,
     /// The kernels that decoded, and those beside them.
     pub(crate) variants: Vec<Variant>,
 }
@@ -38,6 +41,15 @@ pub(crate) struct Decode {
     /// Keys and values, each counted once.
     pub(crate) bytes_per_s: f64,
     pub(crate) share_of_stream_read: f64,
+}
+
+/// What block tables cost, and what another place for keys would, each run in turn with the library's kernels.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct Ratios {
+    /// Decode time over that of the same kernels without block tables, over one extent per sequence.
+    pub(crate) over_contiguous: f64,
+    /// Decode time with each head's keys by columns within a block, over that with keys by rows, which is the library's.
+    pub(crate) key_columns: f64,
 }
 
 /// A shader variant, and how long it took to make.
@@ -62,13 +74,16 @@ pub(crate) fn measure(gpu: &Gpu) -> Result<Rates, Failure> {
         sequences: vec![Sequence { rows: 1, context }; sequences as usize],
     };
     let layer_bytes = case.kv_bytes() as f64;
-    let mut cache = BenchCache::new(gpu, case, Placement::KeysThenValues)?;
+    let mut cache = BenchCache::new(gpu, case.clone(), Placement::KeysThenValues)?;
     let variants = cache.attention.variants().iter().map(|variant| Variant {
         name: variant.name.clone(),
         creation_seconds: variant.creation_time.as_secs_f64(),
     });
     let variants = variants.collect();
-    let layer_seconds = repeated(|| cache.time(LayerPart::Attention))?;
+    let layer_seconds = repeated(|| cache.time(Attention))?;
+    drop(cache);
+    // 256 MiB of keys and values, twice.
+    let ratios = (!gpu.is_software).then(|| ratios(gpu, &Case { num_layers: 8, ..case })).transpose()?;
     let rate = layer_bytes / layer_seconds;
     Ok(Rates {
         clock: gpu.clock(),
@@ -84,6 +99,23 @@ pub(crate) fn measure(gpu: &Gpu) -> Result<Rates, Failure> {
             bytes_per_s: rate,
             share_of_stream_read: rate / streams.read,
         },
+        ratios,
         variants,
     })
+}
+
+pub(crate) fn ratios(gpu: &Gpu, case: &Case) -> Result<Ratios, Failure> {
+    let layers = case.num_layers;
+    let mut ours = BenchCache::new(gpu, case.clone(), Placement::KeysThenValues)?;
+    // Also makes the tables known to the kernel that copies what they name.
+    ours.time(Attention)?;
+    let over_contiguous = {
+        let mut extents = BenchCache::new(gpu, case.clone(), Placement::Contiguous)?;
+        let gather = CacheKernel::gather(gpu, &ours, &extents);
+        gpu.time(gpu.encoder(), |pass| (0..layers).for_each(|layer| gather.record(pass, layer)))?;
+        interleaved(|| ours.time(Attention), || extents.time(Attention))?.ratio
+    };
+    let mut columns = BenchCache::new(gpu, case.clone(), Placement::KeyColumns)?;
+    let key_columns = interleaved(|| columns.time(Attention), || ours.time(Attention))?.ratio;
+    Ok(Ratios { over_contiguous, key_columns })
 }

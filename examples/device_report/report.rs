@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::adapters::AdapterFacts;
 use super::check::Check;
 use super::models::Fit;
-use super::rates::{Decode, Rates};
+use super::rates::{Decode, Rates, Ratios};
 use super::requests::Request;
 
 /// All that is reported; as JSON, with these names.
@@ -179,6 +179,11 @@ impl Report {
             100.0 * decode.share_of_stream_read,
             1e3 * decode.layer_seconds,
         );
+        if let Some(Ratios { over_contiguous, key_columns }) = rates.ratios {
+            let _ =
+                writeln!(text, "  {:<44}{over_contiguous:>10.3}", "decode over decode without block tables");
+            let _ = writeln!(text, "  {:<44}{key_columns:>10.3}", "decode with keys by columns over decode");
+        }
     }
 
     fn write_check(&self, text: &mut String) {

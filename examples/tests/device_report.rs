@@ -1,6 +1,11 @@
 //! The `device_report` example, on every software adapter: its JSON against what wgpu and arithmetic say.
 
 use super::{Ended, program, run};
+use bench_support::{
+    cache::{Case, Sequence},
+    gpu::Gpu,
+};
+use paged_kv::KvType;
 use serde_json::Value;
 
 // Its parts by themselves, where no process can be brought to what is tested.
@@ -30,6 +35,30 @@ mod requests;
 mod step;
 
 mod failures;
+
+/// On software adapters the report leaves them out: there they say nothing. Here they are the times of eight heads over a
+/// few blocks, the results of which the benches compare.
+#[test]
+fn what_a_card_is_asked_can_be_measured() {
+    let Some(adapter) = failures::vulkan_adapter() else {
+        return println!("device_report: NOT RUN, ratios: there is no Vulkan adapter");
+    };
+    let gpu = Gpu::on(&adapter).unwrap();
+    let case = Case {
+        num_layers: 2,
+        num_query_heads: 8,
+        num_kv_heads: 4,
+        head_dim: 64,
+        kv_type: KvType::F16,
+        block_size: 16,
+        sequences: vec![Sequence { rows: 1, context: 300 }; 2],
+    };
+    let rates::Ratios { over_contiguous, key_columns } = rates::ratios(&gpu, &case).unwrap();
+    for ratio in [over_contiguous, key_columns] {
+        assert!((0.1..10.0).contains(&ratio), "{over_contiguous}, {key_columns}");
+    }
+    gpu.wait().unwrap();
+}
 
 fn run_report(arguments: &[&str]) -> Ended {
     run(program("device_report").args(arguments), "")

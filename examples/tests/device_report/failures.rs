@@ -27,7 +27,7 @@ fn any_wrong_number_is_a_failure() {
 }
 
 /// The first adapter that compiles kernels in seconds, if there is one.
-fn vulkan_adapter() -> Option<wgpu::Adapter> {
+pub(super) fn vulkan_adapter() -> Option<wgpu::Adapter> {
     super::adapters().into_iter().find(|adapter| adapter.get_info().backend == wgpu::Backend::Vulkan)
 }
 
