@@ -15,18 +15,56 @@
 //
 // Exit status: 0 if all were accepted, 1 if any was refused, 2 if the check itself could not be made.
 
+import { spawnSync } from 'node:child_process';
 import { readFileSync, readdirSync } from 'node:fs';
 import { dirname, join } from 'node:path';
 import { fileURLToPath } from 'node:url';
 
 const ENABLE = { f16: 'enable f16;', subgroups: 'enable subgroups;' };
 const FEATURES = ['shader-f16', 'subgroups'];
+// Dawn crashes once in some ten thousand shaders, whichever they are. So they are checked by processes of their own, some
+// at a time; one that was ended by a signal has said nothing of its shaders, and is started again.
+const BATCH = 200;
+const ATTEMPTS = 3;
 
 class CheckFailed extends Error {}
 
 async function main() {
-  const folder = process.argv[2];
-  if (!folder) throw new CheckFailed('usage: node check.mjs FOLDER');
+  const [first] = process.argv.slice(2);
+  if (!first) throw new CheckFailed('usage: node check.mjs FOLDER');
+  if (first === '--batch') {
+    // The paths come on standard input, the number of those refused goes to standard output.
+    process.stdout.write(String(await checkFiles(readFileSync(0, 'utf8').split('\n'))));
+    return 0;
+  }
+  const files = wgslFiles(first);
+  let refused = 0;
+  for (let start = 0; start < files.length; start += BATCH) {
+    refused += checkBatch(files.slice(start, start + BATCH));
+  }
+  if (refused > 0) {
+    console.error(`tint: ${refused} of ${files.length} shaders refused`);
+    return 1;
+  }
+  console.log(`tint: ${files.length} shaders accepted`);
+  return 0;
+}
+
+// The number of files that are refused, by a process of its own.
+function checkBatch(files) {
+  for (let attempt = 1; ; attempt += 1) {
+    const options = { input: files.join('\n'), stdio: ['pipe', 'pipe', 'inherit'], encoding: 'utf8' };
+    const child = spawnSync(process.execPath, [fileURLToPath(import.meta.url), '--batch'], options);
+    if (child.status === 0) return Number(child.stdout);
+    const how = child.signal ?? `status ${child.status}`;
+    if (child.signal === null || attempt === ATTEMPTS) {
+      throw new CheckFailed(`checking ${files[0]} and ${files.length - 1} more ended with ${how}`);
+    }
+    console.error(`tint: Dawn crashed (${how}), starting it again`);
+  }
+}
+
+async function checkFiles(files) {
   const { create } = await import('webgpu').catch((error) => {
     throw new CheckFailed(`the npm package webgpu is missing; run \`npm ci\` in tests/tint (${error.message})`);
   });
@@ -36,7 +74,6 @@ async function main() {
 
   await selfTest(device);
 
-  const files = wgslFiles(folder);
   let refused = 0;
   for (const path of files) {
     const problems = await compile(device, path);
@@ -44,12 +81,7 @@ async function main() {
     for (const problem of problems) console.error(problem);
   }
   device.destroy();
-  if (refused > 0) {
-    console.error(`tint: ${refused} of ${files.length} shaders refused`);
-    return 1;
-  }
-  console.log(`tint: ${files.length} shaders accepted`);
-  return 0;
+  return refused;
 }
 
 async function requestDevice(gpu) {
