@@ -38,7 +38,7 @@ fn main() -> Result<(), Failure> {
         variants.retain(|variant| variant.name().contains(wanted));
     }
     let compiler = Path::new(env!("CARGO_BIN_EXE_amd_isa_compile"));
-    let figures = measure_all(compiler, &manifest, &variants, Depth::Twins)?;
+    let figures = measure_all(compiler, &manifest, &variants, Depth::Layouts)?;
     print!("{}", render(&figures));
     if options.write {
         let results = std::fs::read_to_string(Figures::results_path())?;

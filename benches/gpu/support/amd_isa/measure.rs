@@ -21,6 +21,8 @@ pub enum Depth {
     Instructions,
     /// Those of the contiguous twins too.
     Twins,
+    /// Those of the twins with keys in columns too.
+    Layouts,
 }
 
 /// Compiles `variants` for every family, families side by side, by processes of `executable` (see [`Compiler::start`]).
@@ -80,6 +82,8 @@ fn measure(compiler: &mut Compiler, family: Family, variant: &Variant, depth: De
         counted = Some(paged);
         if depth >= Depth::Twins {
             contiguous = Some(Contiguous::new(&paged, &count(variant.twin_wgsl(twins::contiguous()))?));
+        }
+        if depth >= Depth::Layouts {
             let columns = count(variant.twin_wgsl(twins::key_columns()))?;
             key_columns = Some(thousandths(columns.instructions / paged.instructions));
         }
