@@ -152,8 +152,8 @@ pub enum BindError {
     },
     /// The device is lost: see [`PagedAttention::rebuild`](crate::PagedAttention::rebuild).
     DeviceLost,
-    /// The device refused the tensor's buffer: it is another device's, or was destroyed. Buffers of another `wgpu::Instance` go unnoticed, by
-    /// wgpu itself.
+    /// The device refused the tensor's buffer: it is another device's, or was destroyed. Buffers of another
+    /// `wgpu::Instance` go unnoticed, by wgpu itself.
     Refused {
         /// Which tensor.
         tensor: &'static str,

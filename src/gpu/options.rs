@@ -90,8 +90,8 @@ impl AttentionOptions {
     }
 
     /// Compiles attention kernels that serve two queries at a time instead of up to eight. Their text is a quarter as long,
-    /// which some drivers take a small part of the time to compile (llvmpipe on GL); but keys and values are read for every two queries anew. By default it is done on GL,
-    /// where drivers are slow and compile on the thread that submits.
+    /// which some drivers take a small part of the time to compile (llvmpipe on GL); but keys and values are read for every
+    /// two queries anew. By default it is done on GL, where drivers are slow and compile on the thread that submits.
     pub fn compact_shaders(mut self, compact: bool) -> Self {
         self.compact_shaders = Some(compact);
         self

@@ -33,7 +33,8 @@ impl PagedAttention {
     /// ```
     ///
     /// The old arenas are destroyed before new ones are asked for: to leave a device that works, submit or drop what was
-    /// recorded on it first, because a submission that uses a destroyed buffer is an error of the application's. It takes as long as [`new`](Self::new).
+    /// recorded on it first, because a submission that uses a destroyed buffer is an error of the application's. It takes
+    /// as long as [`new`](Self::new).
     ///
     /// # Errors
     /// [`DeviceError`], as `new`: the host pool is kept then, and another `rebuild` may follow. Until one succeeds,
