@@ -89,8 +89,8 @@ impl Scheduler {
     ///
     /// An application that draws has so many milliseconds for a step. Once it has seen how long steps take, it divides the
     /// sum of their [`work`](StepPlan::work) by the sum of their times, which is pairs per second, and multiplies by what
-    /// it has; for the rest of the model it does the same with rows. `step_tokens` must not exceed the rows of the
-    /// tensors that it has bound.
+    /// it has; for the rest of the model it does the same with rows. Steps of about that size count: small ones take
+    /// longer per pair. `step_tokens` must not exceed the rows of the tensors that it has bound.
     ///
     /// # Errors
     /// [`ConfigError::Zero`] when one of them is 0; the budgets are as before then.
