@@ -144,8 +144,8 @@ const CELLS: &[Cell] = &[
     },
     Cell {
         name: "f32, who loses least recomputes",
-        quick: &["cpu"],
-        all: GPUS,
+        quick: &[],
+        all: ALL,
         run: |runner| runner.under_pressure(LEAST_LOST),
     },
     Cell {

@@ -72,7 +72,8 @@ impl AttentionOptions {
     }
 
     /// Cuts the keys of every sequence with one row into spans of `tokens` tokens, whatever else is in the batch, and those
-    /// of no other sequence, so that the bits of a row's result do not depend on its neighbours. Rounded up to a multiple of the block size and of 128, and at least that.
+    /// of no other sequence, so that the bits of a row's result do not depend on its neighbours. Rounded up to a multiple
+    /// of the block size and of 128, and at least that.
     ///
     /// The spans' partial results must fit into the scratch buffer, which is made large enough for `max_sequences` rows
     /// of the declared maximum unless [`scratch_bytes`](Self::scratch_bytes) or the device's limits are lower;
@@ -83,7 +84,7 @@ impl AttentionOptions {
     }
 
     /// Compiles the shaders with wgpu's bounds and loop checks. By default they are left out: the shaders only ever see
-    /// plans whose ids `prepare` has checked.
+    /// plans whose ids `prepare` has checked. The results are the same bits.
     pub fn checked_shaders(mut self, checked: bool) -> Self {
         self.checked_shaders = checked;
         self

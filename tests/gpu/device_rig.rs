@@ -3,6 +3,7 @@
 use std::io::Write as _;
 
 use paged_kv::reference::{f16_bits_to_f32, f32_to_f16_bits};
+use paged_kv::shaders::LayerPart;
 use paged_kv::{
     ActivationType, AttentionOptions, BoundTensors, LayerTensors, PagedAttention, StepPlan, TensorSlice,
 };
@@ -107,16 +108,7 @@ impl<'a> DeviceRig<'a> {
     /// `[rows, num_query_heads, v_head_dim]`, NaN where nothing was written. The twin stays as it is.
     pub(crate) fn run(&mut self, plan: &StepPlan, layers: &[Tensors]) -> Vec<Vec<f32>> {
         let tensors: Vec<_> = layers.iter().map(|tensors| self.bind(plan, tensors)).collect();
-        let mut step = self.attention.prepare(plan).expect("a plan of this cache");
-        let mut encoder = self.gpu.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
-        self.attention.record_transfers(&mut encoder, &mut step);
-        let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
-        self.attention.record_block_copies(&mut pass, &mut step);
-        for (layer, (bound, _)) in (0..).zip(&tensors) {
-            self.attention.record_layer(&mut pass, &mut step, layer, bound).expect("the right order");
-        }
-        drop(pass);
-        self.gpu.queue.submit([encoder.finish()]);
+        self.submit_layers(plan, &tensors, LayerPart::Whole);
         let output_len = self.host.shape.num_query_heads as usize * self.host.v_len;
         let rows_of = |buffer: &wgpu::Buffer| -> Vec<f32> {
             let padded = self.elements(buffer);
@@ -129,6 +121,27 @@ impl<'a> DeviceRig<'a> {
             .collect()
         };
         tensors.iter().map(|(_, output)| rows_of(output)).collect()
+    }
+
+    /// Writes the keys and values of a step of one layer, without its attention, and waits for it.
+    pub(crate) fn append(&mut self, plan: &StepPlan, tensors: &Tensors) {
+        let bound = self.bind(plan, tensors);
+        self.submit_layers(plan, &[bound], LayerPart::Append);
+        self.gpu.device.poll(wgpu::PollType::wait_indefinitely()).expect("a step that ends");
+    }
+
+    fn submit_layers(&mut self, plan: &StepPlan, layers: &[(BoundTensors, wgpu::Buffer)], part: LayerPart) {
+        let mut step = self.attention.prepare(plan).expect("a plan of this cache");
+        let mut encoder = self.gpu.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+        self.attention.record_transfers(&mut encoder, &mut step);
+        let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+        self.attention.record_block_copies(&mut pass, &mut step);
+        for (layer, (bound, _)) in (0..).zip(layers) {
+            let recorded = self.attention.record_layer_part(&mut pass, &mut step, layer, bound, part);
+            recorded.expect("the right order");
+        }
+        drop(pass);
+        self.gpu.queue.submit([encoder.finish()]);
     }
 
     /// Buffers for a layer's tensors, and the output's.

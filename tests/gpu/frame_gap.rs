@@ -46,11 +46,8 @@ struct Reader<'a> {
 impl<'a> Reader<'a> {
     fn new(gpu: &'a Gpu, step_work_budget: u64) -> Self {
         let cache = CacheConfig::for_context(PROMPT + 16, 1, &SHAPE, KvType::F16).expect("a pool");
-        let config = SchedulerConfig {
-            step_tokens: STEP_TOKENS,
-            step_work_budget,
-            ..SchedulerConfig::default()
-        };
+        let config =
+            SchedulerConfig { step_tokens: STEP_TOKENS, step_work_budget, ..SchedulerConfig::default() };
         let mut scheduler = Scheduler::new(config, cache).expect("budgets above zero");
         scheduler.add(Request::new(vec![1; PROMPT as usize]).max_new_tokens(1)).expect("a prompt that fits");
         let mut attention =

@@ -8,6 +8,8 @@
 //! 2. a second step decodes some of them and prefills chunks behind the others, a few rows behind a long one among them,
 //!    four times over, with other poison in the slots that no token has.
 //!
+//! Both again with naga's checks where the cell has none, and without where it has them: no bit may differ.
+//!
 //! Outputs are within 1e-5 of the f64 attention over the stored keys and values, relative to the head's largest element:
 //! f32 rounds each of a few hundred terms to 6e-8, and `exp2` is allowed a few units in the last place. The poison must
 //! not change a bit of them. The arena's words equal the twin's, bit for bit. f16 activations are inputs that f16 has, and
@@ -73,7 +75,18 @@ impl Cell {
         Rig::new((query_heads, kv_heads, self.dims.0), format, self.block_size, num_blocks)
     }
 
+    /// The cell as it is, and but for GL, where kernels take long to compile, with checks the other way round: no bit of
+    /// an output may depend on them.
     fn run(&self, adapter: &TestAdapter) {
+        let outputs = self.run_once(adapter, &Poison::ALL);
+        if adapter.info().backend != wgpu::Backend::Gl {
+            let other = Self { checked: !self.checked, ..*self };
+            assert!(other.run_once(adapter, &[Poison::Nan]) == outputs, "{self:?}: checks change the output");
+        }
+    }
+
+    /// The outputs' bits, step by step.
+    fn run_once(&self, adapter: &TestAdapter, poisons: &[Poison]) -> [Vec<u32>; 2] {
         let gpu = open(adapter);
         let mut rig = DeviceRig::with_activations(&gpu, self.rig(), self.options(), self.activations);
         rig.host.shuffle_free_blocks();
@@ -88,7 +101,7 @@ impl Cell {
             .filter(|(_, len)| *len > 0)
             .map(|(&table, len)| (table, len))
             .collect();
-        self.step(&mut rig, &fill, &[Poison::Nan]);
+        let filled = self.step(&mut rig, &fill, &[Poison::Nan]);
 
         let chunks = if p > 16 { [2, 9, 3, p + 1, 1, 5, 7] } else { [2, p, p + 1, 3, 2 * p, 5, 7] };
         let decodes = decoded.iter().map(|&table| (table, 1));
@@ -96,10 +109,11 @@ impl Cell {
             .zip(chunked.iter().copied().zip(chunks))
             .flat_map(|(decode, chunk)| [decode, chunk])
             .collect();
-        self.step(&mut rig, &pushes, &Poison::ALL);
+        let mixed = self.step(&mut rig, &pushes, poisons);
         let dispatches = rig.attention.stats().step_dispatches;
         let expected = if matches!(self.spans, Spans::One) { 3 } else { 4 };
         assert_eq!(dispatches, expected, "append, decode, prefill, and a merge if there are spans");
+        [filled, mixed]
     }
 
     /// The numbers as the application's kernels write them.
@@ -119,8 +133,8 @@ impl Cell {
         }
     }
 
-    /// One step, planned and run once per poison, and committed.
-    fn step(&self, rig: &mut DeviceRig<'_>, pushes: &[(TableId, u32)], poisons: &[Poison]) {
+    /// One step, planned and run once per poison, and committed: its output's bits.
+    fn step(&self, rig: &mut DeviceRig<'_>, pushes: &[(TableId, u32)], poisons: &[Poison]) -> Vec<u32> {
         let tables: Vec<TableId> = pushes.iter().map(|(table, _)| *table).collect();
         let mut outputs: Vec<Vec<u32>> = Vec::new();
         let mut tensors = None;
@@ -143,6 +157,7 @@ impl Cell {
             outputs.iter().all(|output| *output == outputs[0]),
             "{self:?}: unused slots reach the output"
         );
+        outputs.swap_remove(0)
     }
 }
 

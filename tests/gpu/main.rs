@@ -11,6 +11,7 @@ mod device_rig;
 mod embedding;
 mod kernel_bugs;
 mod kernels;
+mod long_contexts;
 mod outside_readers;
 mod profiles;
 mod raw;
