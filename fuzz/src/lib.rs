@@ -5,6 +5,9 @@
 //! fuzzer changes, adds, removes or copies are operations, whatever else there is in its input.
 #![allow(clippy::unwrap_used)]
 
+#[path = "../../tests/core/block_states.rs"]
+#[allow(dead_code)]
+mod block_states;
 #[path = "../../tests/core/cache_model.rs"]
 mod cache_model;
 #[path = "../../tests/core/histories.rs"]
