@@ -42,7 +42,8 @@ pub(crate) struct CaseResult {
     pub(crate) prefill_error: Option<f64>,
     /// What is wrong, if anything is.
     pub(crate) failure: Option<String>,
-    /// Why it was not run, where the device had too little memory for it: that says nothing about its numbers.
+    /// Why it was not run, where the device had too little memory or too low limits for it: that says nothing about its
+    /// numbers.
     pub(crate) not_run: Option<String>,
 }
 
@@ -70,7 +71,7 @@ impl Check {
 }
 
 /// Runs cases until the next one would probably take longer than what is left of `budget`, or the device is lost; one at
-/// least. A case for which there is too little memory is left out.
+/// least. A case that the device has too little memory or too low limits for is left out.
 pub(crate) fn check(gpu: &Gpu, budget: Duration) -> Check {
     let start = Instant::now();
     let bar = ProgressBar::new(CASES.len() as u64);
@@ -114,7 +115,7 @@ pub(crate) fn judge(case: &Case, took: Duration, errors: Result<Errors, Failure>
             };
             (Some(decode), Some(prefill), failure, None)
         }
-        Err(failure) if lacks_memory(&failure) => (None, None, None, Some(failure.to_string())),
+        Err(failure) if is_unsuitable(&failure) => (None, None, None, Some(failure.to_string())),
         Err(failure) => (None, None, Some(failure.to_string()), None),
     };
     // JSON has no infinity: an output that is no number is told by the failure.
@@ -129,10 +130,13 @@ pub(crate) fn judge(case: &Case, took: Duration, errors: Result<Errors, Failure>
     }
 }
 
-/// Whether the device, or the library on it, had no memory for a buffer.
-fn lacks_memory(failure: &Failure) -> bool {
+/// Whether the device is not one for it: there was no memory for a buffer, or its limits are too low.
+fn is_unsuitable(failure: &Failure) -> bool {
     matches!(failure.downcast_ref(), Some(GpuFailure::OutOfMemory { .. }))
-        || matches!(failure.downcast_ref(), Some(DeviceError::OutOfMemory { .. }))
+        || matches!(
+            failure.downcast_ref(),
+            Some(DeviceError::OutOfMemory { .. } | DeviceError::LimitTooLow { .. } | DeviceError::Config(_))
+        )
         || matches!(failure.downcast_ref(), Some(BindError::OutOfMemory { .. }))
         || matches!(
             failure.downcast_ref(),

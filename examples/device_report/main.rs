@@ -30,8 +30,8 @@ use report::{Report, Versions};
 
 /// Reports what the library makes of an adapter; with --check, whether its numbers are right.
 ///
-/// Exit status 1 when a number is wrong, 2 when there is nothing to report on, 3 when the device was lost or had too
-/// little memory for something.
+/// Exit status 1 when a number is wrong or a kernel fails, 2 when there is nothing to report on, 3 when the device was
+/// lost, or had too little memory or too low limits for something.
 #[derive(Debug, Parser)]
 #[command(name = "device_report")]
 struct Options {
@@ -113,10 +113,7 @@ fn make(
     let max_binding = requests.iter().filter(|request| request.is_limit).map(|request| request.request);
     let max_binding = max_binding.min().unwrap_or(0);
     let pool_bytes = options.pool << 20;
-    let (rates, rates_failure) = match gpu.explain(rates::measure(gpu)) {
-        Ok(rates) => (Some(rates), None),
-        Err(failure) => (None, Some(failure.to_string())),
-    };
+    let (rates, failure) = rates::measure(gpu);
     Report {
         versions: Versions::here(),
         adapters,
@@ -126,7 +123,7 @@ fn make(
         pool_bytes,
         models: models::fits(pool_bytes, max_binding),
         rates,
-        rates_failure,
+        rates_failure: failure.map(|failure| failure.to_string()),
         check: options.check.map(|seconds| check::check(gpu, Duration::from_secs(seconds))),
     }
 }

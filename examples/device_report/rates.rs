@@ -23,10 +23,11 @@ pub(crate) struct Rates {
     pub(crate) read_bytes_per_s: f64,
     /// Bytes read and bytes written, both counted.
     pub(crate) copy_bytes_per_s: f64,
-    pub(crate) decode: Decode,
-    /// On hardware only.
+    /// Null where it could not be measured.
+    pub(crate) decode: Option<Decode>,
+    /// On hardware only; null also where they could not be measured.
     pub(crate) ratios: Option<Ratios>,
-    /// The kernels that decoded, and those beside them.
+    /// The kernels that decoded, and those beside them; none where the cache that they read could not be made.
     pub(crate) variants: Vec<Variant>,
 }
 
@@ -59,49 +60,78 @@ pub(crate) struct Variant {
     pub(crate) creation_seconds: f64,
 }
 
-pub(crate) fn measure(gpu: &Gpu) -> Result<Rates, Failure> {
-    let streams = stream_rates(gpu)?;
+/// Measures what can be measured; also why the rest could not be, by the first reason.
+pub(crate) fn measure(gpu: &Gpu) -> (Option<Rates>, Option<Failure>) {
+    let streams = match gpu.explain(stream_rates(gpu).map_err(Failure::from)) {
+        Ok(streams) => streams,
+        Err(failure) => return (None, Some(failure)),
+    };
+    let mut rates = Rates {
+        clock: gpu.clock(),
+        software: gpu.is_software,
+        stream_bytes: streams.bytes,
+        read_bytes_per_s: streams.read,
+        copy_bytes_per_s: streams.copy,
+        decode: None,
+        ratios: None,
+        variants: Vec::new(),
+    };
+    let case = decode_case(gpu);
+    let mut failure = None;
+    let decoded = rates.decode(gpu, &case);
+    keep(gpu.explain(decoded), &mut rates.decode, &mut failure);
+    if !gpu.is_software && !gpu.is_lost() {
+        // 256 MiB of keys and values, twice: there may be memory for them where there was none for the decode.
+        let compared = gpu.explain(ratios(gpu, &Case { num_layers: 8, ..case }));
+        keep(compared, &mut rates.ratios, &mut failure);
+    }
+    (Some(rates), failure)
+}
+
+/// Keeps what was measured, or the reason if it is the first one.
+fn keep<T>(measured: Result<T, Failure>, kept: &mut Option<T>, failure: &mut Option<Failure>) {
+    match measured {
+        Ok(value) => *kept = Some(value),
+        Err(reason) => {
+            failure.get_or_insert(reason);
+        }
+    }
+}
+
+fn decode_case(gpu: &Gpu) -> Case {
     // On hardware 1 GiB of keys and values, which no cache of the device holds.
     let (num_layers, context) = if gpu.is_software { (1, 512) } else { (32, 2048) };
-    let sequences = 4;
-    let case = Case {
+    Case {
         num_layers,
         num_query_heads: 32,
         num_kv_heads: 8,
         head_dim: 128,
         kv_type: KvType::F16,
         block_size: paged_kv::DEFAULT_BLOCK_SIZE,
-        sequences: vec![Sequence { rows: 1, context }; sequences as usize],
-    };
-    let layer_bytes = case.kv_bytes() as f64;
-    let mut cache = BenchCache::new(gpu, case.clone(), Placement::KeysThenValues)?;
-    let variants = cache.attention.variants().iter().map(|variant| Variant {
-        name: variant.name.clone(),
-        creation_seconds: variant.creation_time.as_secs_f64(),
-    });
-    let variants = variants.collect();
-    let layer_seconds = repeated(|| cache.time(Attention))?;
-    drop(cache);
-    // 256 MiB of keys and values, twice.
-    let ratios = (!gpu.is_software).then(|| ratios(gpu, &Case { num_layers: 8, ..case })).transpose()?;
-    let rate = layer_bytes / layer_seconds;
-    Ok(Rates {
-        clock: gpu.clock(),
-        software: gpu.is_software,
-        stream_bytes: streams.bytes,
-        read_bytes_per_s: streams.read,
-        copy_bytes_per_s: streams.copy,
-        decode: Decode {
-            sequences,
-            context,
-            layers: num_layers,
+        sequences: vec![Sequence { rows: 1, context }; 4],
+    }
+}
+
+impl Rates {
+    /// Notes the kernels as soon as they are made, and times them.
+    fn decode(&mut self, gpu: &Gpu, case: &Case) -> Result<Decode, Failure> {
+        let mut cache = BenchCache::new(gpu, case.clone(), Placement::KeysThenValues)?;
+        let variants = cache.attention.variants().iter().map(|variant| Variant {
+            name: variant.name.clone(),
+            creation_seconds: variant.creation_time.as_secs_f64(),
+        });
+        self.variants = variants.collect();
+        let layer_seconds = repeated(|| cache.time(Attention))?;
+        let rate = case.kv_bytes() as f64 / layer_seconds;
+        Ok(Decode {
+            sequences: case.sequences.len() as u32,
+            context: case.sequences[0].context,
+            layers: case.num_layers,
             layer_seconds,
             bytes_per_s: rate,
-            share_of_stream_read: rate / streams.read,
-        },
-        ratios,
-        variants,
-    })
+            share_of_stream_read: rate / self.read_bytes_per_s,
+        })
+    }
 }
 
 pub(crate) fn ratios(gpu: &Gpu, case: &Case) -> Result<Ratios, Failure> {

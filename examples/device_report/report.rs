@@ -23,8 +23,9 @@ pub(crate) struct Report {
     /// Size of the pool that the models are fitted into.
     pub(crate) pool_bytes: u64,
     pub(crate) models: Vec<Fit>,
-    /// Null where they could not be measured, for the reason beside them.
+    /// Null where none could be measured.
     pub(crate) rates: Option<Rates>,
+    /// Why not all of them were measured; null where they were.
     pub(crate) rates_failure: Option<String>,
     /// Null unless it was asked for.
     pub(crate) check: Option<Check>,
@@ -155,7 +156,9 @@ impl Report {
             text.push('\n');
             return wrap(text, "rates: not measured: ", reason);
         };
-        let _ = writeln!(text, "\nkernels for 32/8 heads of 128, f16");
+        if !rates.variants.is_empty() {
+            text.push_str("\nkernels for 32/8 heads of 128, f16\n");
+        }
         for variant in &rates.variants {
             let _ = writeln!(text, "  {:<60}{:>8.2} s to make", variant.name, variant.creation_seconds);
         }
@@ -163,26 +166,20 @@ impl Report {
         if rates.software {
             text.push_str("  a software adapter: they say nothing about a GPU\n");
         }
-        let gb = |rate: f64| rate / 1e9;
         let size = mib(rates.stream_bytes);
         let copy = format!("copy {size}, both ways counted");
-        let _ = writeln!(text, "  read {size:<39}{:>10.2} GB/s", gb(rates.read_bytes_per_s));
-        let _ = writeln!(text, "  {copy:<44}{:>10.2} GB/s", gb(rates.copy_bytes_per_s));
-        let decode = &rates.decode;
-        let layers = if decode.layers == 1 { "layer" } else { "layers" };
-        let Decode { sequences, context, layers: count, .. } = decode;
-        let what = format!("decode {sequences} chats of {context} tokens, {count} {layers}");
-        let _ = writeln!(
-            text,
-            "  {what:<44}{:>10.2} GB/s, {:.0} % of the read, {:.2} ms a layer",
-            gb(decode.bytes_per_s),
-            100.0 * decode.share_of_stream_read,
-            1e3 * decode.layer_seconds,
-        );
+        let _ = writeln!(text, "  read {size:<39}{:>10.2} GB/s", rates.read_bytes_per_s / 1e9);
+        let _ = writeln!(text, "  {copy:<44}{:>10.2} GB/s", rates.copy_bytes_per_s / 1e9);
+        if let Some(decode) = &rates.decode {
+            write_decode(text, decode);
+        }
         if let Some(Ratios { over_contiguous, key_columns }) = rates.ratios {
             let _ =
                 writeln!(text, "  {:<44}{over_contiguous:>10.3}", "decode over decode without block tables");
             let _ = writeln!(text, "  {:<44}{key_columns:>10.3}", "decode with keys by columns over decode");
+        }
+        if let Some(reason) = &self.rates_failure {
+            wrap(text, "  not all was measured: ", reason);
         }
     }
 
@@ -219,6 +216,19 @@ impl Report {
             }
         }
     }
+}
+
+fn write_decode(text: &mut String, decode: &Decode) {
+    let Decode { sequences, context, layers: count, .. } = decode;
+    let layers = if *count == 1 { "layer" } else { "layers" };
+    let what = format!("decode {sequences} chats of {context} tokens, {count} {layers}");
+    let _ = writeln!(
+        text,
+        "  {what:<44}{:>10.2} GB/s, {:.0} % of the read, {:.2} ms a layer",
+        decode.bytes_per_s / 1e9,
+        100.0 * decode.share_of_stream_read,
+        1e3 * decode.layer_seconds,
+    );
 }
 
 /// Adds `start` and `words`, whose length nobody knows, in as many lines as they take.

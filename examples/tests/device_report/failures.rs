@@ -51,12 +51,14 @@ fn a_device_that_is_lost_while_it_is_measured_is_an_error() {
         };
         let (measured, ended_first) = std::thread::scope(|scope| {
             let losing = scope.spawn(loss);
-            let measured = gpu.explain(rates::measure(&gpu));
+            let measured = rates::measure(&gpu);
             (measured, !losing.is_finished())
         });
-        match measured {
-            Ok(_) => assert!(ended_first, "measured on a device that was lost after {milliseconds} ms"),
-            Err(failure) => {
+        let (rates, failure) = measured;
+        match failure {
+            None => assert!(ended_first, "measured on a device that was lost after {milliseconds} ms"),
+            Some(failure) => {
+                assert!(rates.is_none_or(|rates| rates.decode.is_none()));
                 assert!(is_lost(&failure), "{failure}");
                 lost += 1;
             }
@@ -65,6 +67,31 @@ fn a_device_that_is_lost_while_it_is_measured_is_an_error() {
         assert!(matches!(gpu.wait(), Err(GpuFailure::Lost { .. })));
     }
     assert!(lost >= 5, "the loss came too late: {lost}");
+}
+
+/// A device with limits for the buffers of the first rates, and not for a layer of the decode's keys and values.
+#[test]
+fn what_was_measured_before_something_that_could_not_be_is_reported() {
+    let gpu = Gpu::on(&noop_adapter(of_buffers(4 << 20))).unwrap();
+    let (rates, failure) = rates::measure(&gpu);
+    let (rates, told) = (rates.unwrap(), failure.unwrap().to_string());
+    assert!(told.contains("4194304"), "{told}");
+
+    let report = report::Report { rates: Some(rates), ..a_report(Some(told.clone()), None) };
+    assert_eq!((report.status(), report.failure()), (3, Some(told.as_str())));
+    let text = report.text();
+    for words in ["  read 4 MiB ", "  copy 4 MiB, both ways counted ", "  not all was measured: "] {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+    assert!(!text.contains("kernels for") && !text.contains("decode"), "{text}");
+    let json: Value = serde_json::from_str(&report.json()).unwrap();
+    let rates = &json["rates"];
+    assert!(rates["read_bytes_per_s"].as_f64().is_some_and(|rate| rate > 0.0), "{json}");
+    assert!(rates["decode"].is_null() && rates["ratios"].is_null(), "{json}");
+    assert_eq!(
+        (&rates["variants"], json["rates_failure"].as_str()),
+        (&Value::Array(Vec::new()), Some(&*told))
+    );
 }
 
 #[test]
@@ -152,9 +179,33 @@ fn a_case_without_memory_is_not_run_instead_of_wrong() {
     assert!(none.text().contains("numbers: not checked: no device memory"), "{}", none.text());
 }
 
+/// Below a limit of the kernels every case is beyond the device, and none is wrong.
+#[test]
+fn a_case_beyond_the_limits_is_not_run_instead_of_wrong() {
+    let limits = wgpu::Limits { max_compute_workgroup_storage_size: 4096, ..wgpu::Limits::default() };
+    let gpu = Gpu::on(&noop_adapter(limits)).unwrap();
+    let check = check::check(&gpu, Duration::from_secs(60));
+    assert_eq!((check.passed, check.cases_run), (false, 0));
+    assert!(check.cases.iter().all(|case| case.failure.is_none()), "{check:?}");
+    let report = a_report(None, Some(check));
+    let told = "the device has enabled max_compute_workgroup_storage_size of 4096, 8192 is needed";
+    assert_eq!((report.status(), report.failure()), (3, Some(told)));
+    let text = report.text();
+    assert!(
+        text.contains("numbers: not checked: the device has enabled max_compute_workgroup_storage"),
+        "{text}"
+    );
+
+    let gpu = Gpu::on(&noop_adapter(of_buffers(4096))).unwrap();
+    let error = step::run(&gpu, &cases::CASES[0]).err().unwrap();
+    assert!(matches!(error.downcast_ref(), Some(DeviceError::Config(_))), "{error}");
+    let CaseResult { failure, not_run, .. } = check::judge(&cases::CASES[0], Duration::ZERO, Err(error));
+    assert!(failure.is_none() && not_run.is_some(), "{failure:?} {not_run:?}");
+}
+
 #[test]
 fn a_panic_of_the_programs_own_is_not_called_a_loss() {
-    let gpu = Gpu::on(&noop_adapter()).unwrap();
+    let gpu = Gpu::on(&noop_adapter(of_buffers(1 << 52))).unwrap();
     let descriptor = wgpu::BufferDescriptor {
         label: None,
         size: 64,
@@ -172,7 +223,7 @@ fn a_panic_of_the_programs_own_is_not_called_a_loss() {
 /// A call that wgpu really refuses: which, on what and why are in the error and in the report, however long they are.
 #[test]
 fn a_refused_call_is_told_whole_and_within_the_columns() {
-    let gpu = Gpu::on(&noop_adapter()).unwrap();
+    let gpu = Gpu::on(&noop_adapter(of_buffers(1 << 52))).unwrap();
     let _refused = gpu.device.create_buffer(&wgpu::BufferDescriptor {
         label: Some("a buffer that the application maps while kernels write to it"),
         size: 64,
@@ -209,7 +260,7 @@ fn lost_after(reason: &str) -> Check {
 fn a_report(rates_failure: Option<String>, check: Option<Check>) -> report::Report {
     report::Report {
         versions: report::Versions::here(),
-        adapters: vec![adapters::AdapterFacts::of(&noop_adapter())],
+        adapters: vec![adapters::AdapterFacts::of(&noop_adapter(of_buffers(1 << 52)))],
         adapter: 0,
         features: Vec::new(),
         requests: Vec::new(),
@@ -223,7 +274,7 @@ fn a_report(rates_failure: Option<String>, check: Option<Check>) -> report::Repo
 
 #[test]
 fn memory_that_the_device_does_not_have_is_an_error_with_the_bytes() {
-    let gpu = Gpu::on(&noop_adapter()).unwrap();
+    let gpu = Gpu::on(&noop_adapter(of_buffers(1 << 52))).unwrap();
     let asked_bytes = 1 << 50;
     assert_eq!(Stream::read(&gpu, asked_bytes).time(), Err(GpuFailure::OutOfMemory { asked_bytes }));
     // It is told once, and the device goes on.
@@ -235,13 +286,13 @@ fn memory_that_the_device_does_not_have_is_an_error_with_the_bytes() {
     assert_eq!(failure.downcast_ref(), Some(&GpuFailure::OutOfMemory { asked_bytes: unmeasured.size() }));
 }
 
-/// wgpu's own adapter without a device, which binds 4 PiB.
-fn noop_adapter() -> wgpu::Adapter {
-    let limits = wgpu::Limits {
-        max_storage_buffer_binding_size: 1 << 52,
-        max_buffer_size: 1 << 52,
-        ..wgpu::Limits::default()
-    };
+/// Limits with buffers and bindings of at most `bytes`.
+fn of_buffers(bytes: u64) -> wgpu::Limits {
+    wgpu::Limits { max_storage_buffer_binding_size: bytes, max_buffer_size: bytes, ..wgpu::Limits::default() }
+}
+
+/// wgpu's own adapter without a device.
+fn noop_adapter(limits: wgpu::Limits) -> wgpu::Adapter {
     let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
     descriptor.flags = wgpu::InstanceFlags::empty();
     descriptor.backend_options.noop =
