@@ -8,7 +8,7 @@ use bench_support::{
     kernels::CacheKernel,
     pairs::{interleaved, repeated},
     stream::stream_rates,
-    twins::Placement,
+    twins::{Placement, same_results},
 };
 use paged_kv::{KvType, shaders::LayerPart::Attention};
 use serde::Serialize;
@@ -143,9 +143,13 @@ pub(crate) fn ratios(gpu: &Gpu, case: &Case) -> Result<Ratios, Failure> {
         let mut extents = BenchCache::new(gpu, case.clone(), Placement::Contiguous)?;
         let gather = CacheKernel::gather(gpu, &ours, &extents);
         gpu.time(gpu.encoder(), |pass| (0..layers).for_each(|layer| gather.record(pass, layer)))?;
+        extents.time(Attention)?;
+        same_results("the contiguous twin", &ours.results()?, &extents.results()?)?;
         interleaved(|| ours.time(Attention), || extents.time(Attention))?.ratio
     };
     let mut columns = BenchCache::new(gpu, case.clone(), Placement::KeyColumns)?;
+    columns.time(Attention)?;
+    same_results("the twin with keys by columns", &ours.results()?, &columns.results()?)?;
     let key_columns = interleaved(|| columns.time(Attention), || ours.time(Attention))?.ratio;
     Ok(Ratios { over_contiguous, key_columns })
 }

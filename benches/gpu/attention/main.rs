@@ -18,7 +18,6 @@
 //!
 //! All of them must give the results of the library's kernels, or the bench stops.
 
-mod cases;
 mod compare;
 mod moves;
 mod plot;
@@ -27,11 +26,13 @@ mod report;
 use std::path::PathBuf;
 
 use bench_support::Failure;
+use bench_support::cases::{self, Spec, What};
 use bench_support::gpu::Gpu;
+use bench_support::row::Row;
 use bench_support::stream::{StreamRates, stream_rates};
-use cases::{Spec, What};
+use bench_support::twins::WrongResults;
 use clap::Parser;
-use report::{Report, Row};
+use report::Report;
 
 #[derive(Parser)]
 #[command(about = "Times the attention kernels on an adapter, against simpler ones.")]
@@ -70,6 +71,7 @@ fn main() -> Result<(), Failure> {
         spec.case.num_layers = num_layers(&gpu, &spec);
         match gpu.explain(run(&gpu, &rates, &spec, options.quick || options.case.is_some())) {
             Ok(rows) => rows.into_iter().for_each(|row| report.add(row)),
+            Err(reason) if reason.is::<WrongResults>() => return Err(reason),
             Err(reason) => {
                 report.leave_out(&spec.name(), &reason.to_string());
                 if gpu.is_lost() {

@@ -4,15 +4,14 @@ use std::time::Instant;
 
 use bench_support::Failure;
 use bench_support::cache::BenchCache;
+use bench_support::cases::Spec;
 use bench_support::gpu::Gpu;
 use bench_support::pairs::{PAIRS, median, repeated};
+use bench_support::row::Row;
 use bench_support::stream::StreamRates;
 use bench_support::twins::Placement;
 use paged_kv::shaders::LayerPart::Append;
 use paged_kv::{CacheConfig, KvCache, PagedAttention, StepBuilder};
-
-use crate::cases::Spec;
-use crate::report::Row;
 
 /// New rows into their slots: f32 read, the cache's type written.
 pub(crate) fn append(gpu: &Gpu, rates: &StreamRates, spec: &Spec) -> Result<Row, Failure> {

@@ -3,9 +3,8 @@
 use std::path::Path;
 
 use bench_support::Failure;
+use bench_support::row::Row;
 use plotters::prelude::*;
-
-use crate::report::Row;
 
 const LINE: i32 = 20;
 const LEFT: i32 = 380;

@@ -6,13 +6,14 @@ use bench_support::gpu::Gpu;
 use bench_support::kernels::CacheKernel;
 use bench_support::pairs::{interleaved, repeated};
 use bench_support::stream::Stream;
-use bench_support::twins::Placement;
+use bench_support::twins::{Placement, same_results};
 use paged_kv::shaders::LayerPart::Attention;
 use paged_kv::{CacheConfig, KvCache, KvType, PagedAttention, StepBuilder};
 
-/// A decode step that every block size and placement is timed on.
+/// A decode step that every block size and placement is timed on: on hardware over 512 MiB of keys and values, which no
+/// cache of the device holds. At most three times as much memory is in use at once.
 pub(crate) fn case(gpu: &Gpu, block_size: u32) -> Case {
-    let (context, batch, num_layers) = if gpu.is_software { (4096, 1, 1) } else { (8192, 16, 8) };
+    let (context, batch, num_layers) = if gpu.is_software { (4096, 1, 1) } else { (8192, 8, 2) };
     let sequences = vec![Sequence { rows: 1, context }; batch];
     Case {
         num_layers,
@@ -47,7 +48,7 @@ pub(crate) fn reads(gpu: &Gpu, block_size: u32, twin: &mut BenchCache<'_>) -> Re
     let extents = CacheKernel::gather(gpu, &ours, twin);
     gpu.time(gpu.encoder(), |pass| (0..layers).for_each(|layer| extents.record(pass, layer)))?;
     twin.time(Attention)?;
-    check("the contiguous twin", &ours.results()?, &twin.results()?)?;
+    same_results("the contiguous twin", &ours.results()?, &twin.results()?)?;
     let stream = Stream::read(gpu, bytes.min(gpu.device.limits().max_storage_buffer_binding_size));
     let pair = interleaved(
         || gpu.time(gpu.encoder(), |pass| (0..layers).for_each(|layer| gather.record(pass, layer))),
@@ -65,17 +66,8 @@ pub(crate) fn placement(gpu: &Gpu, block_size: u32, placement: Placement) -> Res
     let mut other = BenchCache::new(gpu, case(gpu, block_size), placement)?;
     ours.time(Attention)?;
     other.time(Attention)?;
-    check(&format!("{placement:?}"), &ours.results()?, &other.results()?)?;
+    same_results(&format!("{placement:?}"), &ours.results()?, &other.results()?)?;
     Ok(interleaved(|| other.time(Attention), || ours.time(Attention))?.ratio)
-}
-
-fn check(what: &str, expected: &[f32], actual: &[f32]) -> Result<(), Failure> {
-    let largest = expected.iter().fold(0.0f32, |most, x| most.max(x.abs()));
-    let is_close = |(a, b): (&f32, &f32)| (a - b).abs() < 1e-3 * largest;
-    if !expected.iter().zip(actual).all(is_close) {
-        return Err(format!("{what} does not give the library's results").into());
-    }
-    Ok(())
 }
 
 /// Bytes that a step copies, and seconds of the kernel, when four sequences write into shared blocks at once.

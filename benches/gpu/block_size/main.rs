@@ -81,6 +81,7 @@ fn main() -> Result<(), Failure> {
             seconds * 1e6,
         );
     }
+    drop(twin);
     println!("\nwithin a block, decode time over that of keys, then values");
     println!("{:>6} {:>12} {:>12} {:>12}", "P", "two arrays", "per token", "key columns");
     for block_size in [16, 64, 256] {

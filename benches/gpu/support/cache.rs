@@ -110,9 +110,7 @@ impl<'a> BenchCache<'a> {
     /// What the library says when the device cannot hold it.
     pub fn new(gpu: &'a Gpu, case: Case, placement: Placement) -> Result<Self, Failure> {
         let config = case.config()?;
-        let limits = gpu.device.limits();
-        let arenas = config.arenas(limits.max_storage_buffer_binding_size.min(limits.max_buffer_size))?;
-        let options = placement.apply(AttentionOptions::default(), arenas.arena_bytes(0) / 16);
+        let options = placement.apply(AttentionOptions::default(), config.num_blocks());
         let mut attention =
             PagedAttention::with_options(&gpu.device, &gpu.queue, case.shape(), config, options)?;
         let rows = case.rows().max(FILL_ROWS);

@@ -7,10 +7,12 @@
 
 pub mod amd_isa;
 pub mod cache;
+pub mod cases;
 pub mod faults;
 pub mod gpu;
 pub mod kernels;
 pub mod pairs;
+pub mod row;
 pub mod stream;
 pub mod twins;
 

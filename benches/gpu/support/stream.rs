@@ -31,18 +31,19 @@ pub struct Stream<'a> {
 impl<'a> Stream<'a> {
     /// Reads `bytes`, rounded down to what workgroups read.
     pub fn read(gpu: &'a Gpu, bytes: u64) -> Self {
-        Self::new(gpu, "stream_read", bytes)
+        Self::new(gpu, "stream_read", bytes, false)
     }
 
     /// Copies `bytes`, rounded likewise.
     pub fn copy(gpu: &'a Gpu, bytes: u64) -> Self {
-        Self::new(gpu, "stream_copy", bytes)
+        Self::new(gpu, "stream_copy", bytes, true)
     }
 
-    fn new(gpu: &'a Gpu, entry: &str, bytes: u64) -> Self {
+    fn new(gpu: &'a Gpu, entry: &str, bytes: u64, copies: bool) -> Self {
         let kernel = BenchKernel::new(gpu, WGSL.to_owned(), entry);
         let workgroups = (bytes / SPAN_BYTES).max(1);
-        let buffers = [gpu.empty(workgroups * SPAN_BYTES), gpu.empty(workgroups * SPAN_BYTES)];
+        let bytes = workgroups * SPAN_BYTES;
+        let buffers = [gpu.empty(bytes), gpu.empty(if copies { bytes } else { 16 })];
         let group = kernel.bind(gpu, &[&buffers[0], &buffers[1]]);
         Self { gpu, kernel, group, workgroups }
     }

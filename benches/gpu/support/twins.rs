@@ -3,7 +3,11 @@
 //! A twin is checked against the original wherever it is timed, and the rewriting panics when a line that it goes by is
 //! no longer there: then its rule has to be written anew.
 
+use std::fmt;
+
 use paged_kv::AttentionOptions;
+
+use crate::Failure;
 
 const CORE: &str = "common/attention_core.wgsl";
 const LAYOUT: &str = "common/layout.wgsl";
@@ -29,12 +33,12 @@ pub enum Placement {
 }
 
 impl Placement {
-    /// `options` with the texts of this placement, for arenas of `arena_units` units of 16 bytes.
+    /// `options` with the texts of this placement, for a pool of `num_blocks` blocks.
     #[allow(unsafe_code)]
-    pub fn apply(self, options: AttentionOptions, arena_units: u64) -> AttentionOptions {
+    pub fn apply(self, options: AttentionOptions, num_blocks: u32) -> AttentionOptions {
         let replaced = match self {
             Self::KeysThenValues => return options,
-            Self::TwoArrays => two_arrays(arena_units),
+            Self::TwoArrays => two_arrays(num_blocks),
             Self::PerToken => per_token(),
             Self::KeyColumns => key_columns(),
             Self::Contiguous => contiguous(),
@@ -45,7 +49,47 @@ impl Placement {
     }
 }
 
-/// The fragments of [`Placement::Contiguous`].
+/// Kernels that do not give the library's results: figures of them would be worse than none.
+#[derive(Clone, Debug, PartialEq)]
+pub struct WrongResults {
+    /// Whose they are.
+    pub what: String,
+    /// The largest difference.
+    pub error: f32,
+    /// The largest element of the library's results.
+    pub largest: f32,
+}
+
+impl fmt::Display for WrongResults {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { what, error, largest } = self;
+        write!(
+            f,
+            "{what} differs from the library's kernels by {error:e}, and their largest result is {largest:e}"
+        )
+    }
+}
+
+impl std::error::Error for WrongResults {}
+
+/// Checks that `actual` are the library's results, to a thousandth of their largest element: the order of sums differs.
+///
+/// # Errors
+/// [`WrongResults`] when they are not, or when the library's own mean nothing.
+pub fn same_results(what: &str, expected: &[f32], actual: &[f32]) -> Result<(), Failure> {
+    let largest_of = |numbers: &mut dyn Iterator<Item = f32>| {
+        numbers.fold(0.0f32, |most, x| if x.is_nan() { f32::INFINITY } else { most.max(x.abs()) })
+    };
+    let largest = largest_of(&mut expected.iter().copied());
+    let error = largest_of(&mut expected.iter().zip(actual).map(|(a, b)| a - b));
+    let is_same = expected.len() == actual.len() && largest > 0.0 && error <= 1e-3 * largest;
+    if is_same && largest.is_finite() {
+        return Ok(());
+    }
+    Err(WrongResults { what: what.to_owned(), error, largest }.into())
+}
+
+/// The fragments of [`Placement::Contiguous`]: the library's text without block tables and their staging.
 pub fn contiguous() -> Vec<(&'static str, String)> {
     let mut core = include_str!("../../../shaders/common/attention_core.wgsl").to_owned();
     cut(&mut core, "fn stage_blocks(", "\n}\n");
@@ -71,14 +115,27 @@ pub fn contiguous() -> Vec<(&'static str, String)> {
     ]
 }
 
-fn two_arrays(arena_units: u64) -> Vec<(&'static str, String)> {
+/// The fragments of another contiguous twin: where a key's value lies needs no look-up, so whoever reads a part of it
+/// computes the address, and nothing is kept in workgroup memory. It takes fewer instructions in some variants, and more
+/// in others.
+pub fn contiguous_without_value_rows() -> Vec<(&'static str, String)> {
+    let mut fragments = contiguous();
+    let (_, core) = &mut fragments[0];
+    cut(core, "    value_rows[key_J] =", ";\n");
+    let value_row = "span.table + v_head_start(span.kv_head) + (tile + key) * V_ROW";
+    *core = swap(core, "value_rows[key]", value_row);
+    fragments
+}
+
+fn two_arrays(num_blocks: u32) -> Vec<(&'static str, String)> {
     let layout = include_str!("../../../shaders/common/layout.wgsl");
     let layout = swap(
         layout,
         "block * layer.block_stride + layer.layer_start",
         "(block * layer.block_stride + layer.layer_start) / 2u",
     );
-    let half = format!("{}u + kv_head", arena_units / 2);
+    // Of the layer's own arena: arenas may hold different numbers of layers.
+    let half = format!("layer.block_stride * {num_blocks}u / 2u + kv_head");
     let keys = "layer.num_kv_heads * (K_ROW << layer.block_shift) + kv_head";
     vec![(LAYOUT, swap(&layout, keys, &half))]
 }
@@ -125,4 +182,40 @@ fn cut(text: &mut String, first: &str, last: &str) {
         start.unwrap_or_else(|| panic!("the twin's rule is out of date: no `{first}` in the kernel's text"));
     let end = text[start..].find(last).expect("what starts ends") + start + last.len();
     text.replace_range(start..end, "");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_rule_finds_its_lines_and_changes_them() {
+        let original = include_str!("../../../shaders/common/attention_core.wgsl");
+        for (name, fragments) in [
+            ("contiguous", contiguous()),
+            ("contiguous without value rows", contiguous_without_value_rows()),
+            ("two arrays", two_arrays(7)),
+            ("per token", per_token()),
+            ("key columns", key_columns()),
+        ] {
+            assert!(!fragments.is_empty(), "{name}");
+            assert!(fragments.iter().all(|(_, text)| text != original), "{name}");
+        }
+        let core = &contiguous_without_value_rows()[0].1;
+        assert!(!core.contains("staged_blocks[") && !core.contains("value_rows["), "{core}");
+    }
+
+    #[test]
+    fn other_results_are_told_with_their_numbers() {
+        assert!(same_results("itself", &[1.0, -2.0], &[1.0, -2.001]).is_ok());
+        let wrong = |expected: &[f32], actual: &[f32]| {
+            let failure = same_results("a twin", expected, actual).expect_err("wrong results");
+            failure.downcast::<WrongResults>().expect("the typed error").error
+        };
+        assert_eq!(wrong(&[1.0, -2.0], &[1.0, -1.0]), 1.0);
+        assert_eq!(wrong(&[1.0], &[f32::NAN]), f32::INFINITY);
+        assert_eq!(wrong(&[0.0], &[0.0]), 0.0);
+        assert_eq!(wrong(&[1.0, 2.0], &[1.0]), 0.0);
+        assert_eq!(wrong(&[f32::INFINITY], &[f32::INFINITY]), f32::INFINITY);
+    }
 }

@@ -81,7 +81,10 @@ fn measure(compiler: &mut Compiler, family: Family, variant: &Variant, depth: De
         }
         counted = Some(paged);
         if depth >= Depth::Twins {
-            contiguous = Some(Contiguous::new(&paged, &count(variant.twin_wgsl(twins::contiguous()))?));
+            let kept = count(variant.twin_wgsl(twins::contiguous()))?;
+            let computed = count(variant.twin_wgsl(twins::contiguous_without_value_rows()))?;
+            let fewer = if computed.instructions < kept.instructions { computed } else { kept };
+            contiguous = Some(Contiguous::new(&paged, &fewer));
         }
         if depth >= Depth::Layouts {
             let columns = count(variant.twin_wgsl(twins::key_columns()))?;

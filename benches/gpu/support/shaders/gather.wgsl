@@ -40,7 +40,11 @@ fn gather_read(
     @builtin(num_workgroups) size: vec3<u32>,
     @builtin(local_invocation_index) lane: u32,
 ) {
-    let item = items[workgroup.y * size.x + workgroup.x];
+    let index = workgroup.y * size.x + workgroup.x;
+    if (index >= arrayLength(&items)) {
+        return;
+    }
+    let item = items[index];
     let table = item.x * params.table_entries;
     var sum = vec4<u32>(0u);
     let end = min(item.y + 1024u, params.num_items);

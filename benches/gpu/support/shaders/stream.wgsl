@@ -7,21 +7,35 @@
 const SPAN = 1024u;
 
 @compute @workgroup_size(64)
-fn stream_read(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
-    let first = workgroup.x * SPAN + lane;
+fn stream_read(
+    @builtin(workgroup_id) workgroup: vec3<u32>,
+    @builtin(num_workgroups) size: vec3<u32>,
+    @builtin(local_invocation_index) lane: u32,
+) {
+    let first = (workgroup.y * size.x + workgroup.x) * SPAN + lane;
+    if (first >= arrayLength(&source)) {
+        return;
+    }
     var sum = vec4<u32>(0u);
     for (var i = 0u; i < SPAN; i += 256u) {
         sum ^= source[first + i] ^ source[first + i + 64u] ^ source[first + i + 128u] ^ source[first + i + 192u];
     }
     // Never so with the content that the bench uploads; no compiler knows that.
     if (all(sum == vec4<u32>(0x2468aceu))) {
-        destination[lane] = sum;
+        destination[0] = sum;
     }
 }
 
 @compute @workgroup_size(64)
-fn stream_copy(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
-    let first = workgroup.x * SPAN + lane;
+fn stream_copy(
+    @builtin(workgroup_id) workgroup: vec3<u32>,
+    @builtin(num_workgroups) size: vec3<u32>,
+    @builtin(local_invocation_index) lane: u32,
+) {
+    let first = (workgroup.y * size.x + workgroup.x) * SPAN + lane;
+    if (first >= arrayLength(&source)) {
+        return;
+    }
     for (var i = 0u; i < SPAN; i += 256u) {
         destination[first + i] = source[first + i];
         destination[first + i + 64u] = source[first + i + 64u];

@@ -1,29 +1,35 @@
-//! Which cases there are.
+//! The cases of the bench `attention`.
 
-use bench_support::cache::{Case, Sequence};
+use crate::cache::{Case, Sequence};
 use paged_kv::KvType;
 
 /// What is timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum What {
+pub enum What {
+    /// The attention of a step, by the name of its kernel.
     Attention(&'static str),
+    /// New rows into their slots.
     Append,
+    /// Copy-on-write.
     BlockCopy,
+    /// To the host pool and back.
     Swap,
 }
 
 /// A case, with layers yet to be chosen, and what it is compared with.
 #[derive(Clone, Debug)]
-pub(crate) struct Spec {
-    pub(crate) what: What,
-    pub(crate) case: Case,
+pub struct Spec {
+    /// What is timed.
+    pub what: What,
+    /// The step and the cache under it.
+    pub case: Case,
     /// With the plain kernel and gather-then-dense, too; attention is always compared with its contiguous twin.
-    pub(crate) with_rivals: bool,
+    pub with_rivals: bool,
 }
 
 impl Spec {
     /// The kernel's name.
-    pub(crate) fn kernel(&self) -> &'static str {
+    pub fn kernel(&self) -> &'static str {
         match self.what {
             What::Attention(name) => name,
             What::Append => "append",
@@ -33,12 +39,12 @@ impl Spec {
     }
 
     /// The longest context.
-    pub(crate) fn context(&self) -> u32 {
+    pub fn context(&self) -> u32 {
         self.case.sequences.iter().map(|sequence| sequence.context).max().unwrap_or(0)
     }
 
     /// What `--case` looks in.
-    pub(crate) fn name(&self) -> String {
+    pub fn name(&self) -> String {
         let Case { num_query_heads, num_kv_heads, head_dim, kv_type, sequences, .. } = &self.case;
         let shape = format!("{num_query_heads}/{num_kv_heads} d{head_dim} {kv_type}");
         let work = match self.what {
@@ -72,8 +78,14 @@ const RAGGED: [(u32, u32); 8] =
 /// Prompts and chunks alone.
 const PROMPTS: [(u32, u32); 4] = [(17, 17), (129, 129), (300, 811), (60, 2048)];
 
+/// 64 times 8,192 tokens of eight f16 heads of 128 are 2 GiB, four bytes more than any device binds; the same goes for
+/// 32,768 tokens of fewer or smaller heads.
+fn shortened(context: u32, batch: usize) -> u32 {
+    if batch == 64 && context >= 8192 { context - context / 128 } else { context }
+}
+
 /// Every case.
-pub(crate) fn all() -> Vec<Spec> {
+pub fn all() -> Vec<Spec> {
     let mut specs = Vec::new();
     for kv_type in [KvType::F16, KvType::F32] {
         for heads in HEADS {
@@ -82,7 +94,7 @@ pub(crate) fn all() -> Vec<Spec> {
                     |what, sequences: &[_]| specs.push(spec(what, heads, head_dim, kv_type, sequences));
                 for batch in [1, 8, 64] {
                     for context in [512, 2048, 8192, 32768] {
-                        add(DECODE, &vec![(1, context); batch]);
+                        add(DECODE, &vec![(1, shortened(context, batch)); batch]);
                     }
                 }
                 add(DECODE, &[(1, 4096)]);
@@ -103,7 +115,7 @@ pub(crate) fn all() -> Vec<Spec> {
 }
 
 /// A few that a software adapter runs in a minute.
-pub(crate) fn quick() -> Vec<Spec> {
+pub fn quick() -> Vec<Spec> {
     let f16 = KvType::F16;
     let (large, small) = ((32, 8), (9, 3));
     let mut specs = vec![
@@ -122,4 +134,48 @@ pub(crate) fn quick() -> Vec<Spec> {
         spec.with_rivals = matches!(index, 1 | 4);
     }
     specs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use paged_kv::MAX_ARENA_BYTES;
+
+    #[test]
+    fn quick_cases_decode_and_prefill_over_512_and_8k_and_have_rivals_for_both() {
+        let has = |what, context, rivals: bool| {
+            let fits =
+                |spec: &Spec| spec.what == what && spec.context() == context && (spec.with_rivals || !rivals);
+            assert!(quick().iter().any(fits), "{what:?} over {context}");
+        };
+        for what in [DECODE, PREFILL] {
+            has(what, 512, false);
+            has(what, 8192, false);
+        }
+        has(DECODE, 4096, true);
+        has(PREFILL, 512, true);
+    }
+
+    #[test]
+    fn every_case_has_a_name_of_its_own_that_a_substring_finds() {
+        let mut names: Vec<String> = all().iter().map(Spec::name).collect();
+        let cases = names.len();
+        assert!(
+            names.contains(&"attention_decode 32/8 d128 f16 context 8192 batch 8".to_owned()),
+            "{names:#?}"
+        );
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), cases);
+    }
+
+    #[test]
+    fn decode_in_f16_with_heads_of_128_fits_a_binding_up_to_64_sequences_of_8k() {
+        for spec in all().iter().filter(|spec| spec.what == DECODE && spec.context() <= 8192) {
+            let is_f16 = spec.case.kv_type == KvType::F16 && spec.case.head_dim <= 128;
+            let bytes = spec.case.config().expect("a pool").bytes_per_block()
+                * u64::from(spec.case.config().expect("a pool").num_blocks());
+            assert!(!is_f16 || bytes <= MAX_ARENA_BYTES, "{}: {bytes}", spec.name());
+        }
+    }
 }
