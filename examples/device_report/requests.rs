@@ -18,8 +18,8 @@ pub(crate) struct Request {
     pub(crate) buys: &'static str,
 }
 
-/// Everything that [`recommended_limits`] and [`recommended_features`] look at, and the features that one might expect
-/// among them.
+/// Everything that [`recommended_limits`] and [`recommended_features`] raise beyond wgpu's defaults, and the features that
+/// one might expect among them.
 pub(crate) fn requests(adapter: &wgpu::Adapter) -> Vec<Request> {
     let (base, offered) = (Limits::default(), adapter.limits());
     let recommended = recommended_limits(adapter, base.clone().or_worse_values_from(&offered));

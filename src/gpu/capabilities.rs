@@ -7,7 +7,30 @@ use crate::config::MAX_ARENA_BYTES;
 use crate::error::DeviceError;
 use wgpu::{DeviceType, Features, Limits};
 
-/// `base`, raised to what the adapter offers where it pays: the sizes of buffers and storage bindings.
+/// A limit that the kernels depend on: its name in `wgpu::Limits`, the least that suffices, and where it is.
+type Need = (&'static str, u32, fn(&mut Limits) -> &mut u32);
+
+const NEEDS: [Need; 10] = [
+    ("max_bind_groups", 3, |limits| &mut limits.max_bind_groups),
+    ("max_storage_buffers_per_shader_stage", 6, |limits| &mut limits.max_storage_buffers_per_shader_stage),
+    ("max_uniform_buffers_per_shader_stage", 3, |limits| &mut limits.max_uniform_buffers_per_shader_stage),
+    ("max_dynamic_uniform_buffers_per_pipeline_layout", 2, |limits| {
+        &mut limits.max_dynamic_uniform_buffers_per_pipeline_layout
+    }),
+    ("max_compute_invocations_per_workgroup", 64, |limits| &mut limits.max_compute_invocations_per_workgroup),
+    ("max_compute_workgroup_size_x", 64, |limits| &mut limits.max_compute_workgroup_size_x),
+    ("max_compute_workgroup_size_y", 1, |limits| &mut limits.max_compute_workgroup_size_y),
+    ("max_compute_workgroup_size_z", 1, |limits| &mut limits.max_compute_workgroup_size_z),
+    ("max_compute_workgroup_storage_size", 8192, |limits| &mut limits.max_compute_workgroup_storage_size),
+    ("max_compute_workgroups_per_dimension", 1024, |limits| &mut limits.max_compute_workgroups_per_dimension),
+];
+
+/// `base`, raised where the library needs more, or has a use for more: to what the kernels need, where the adapter has it,
+/// and to all that the adapter offers for the sizes of buffers and storage bindings. No limit is lowered.
+///
+/// `base` is what the application itself needs, `wgpu::Limits::downlevel_defaults()` as well as `default()`. An adapter
+/// that offers less than the kernels need gives a device on which [`PagedAttention::new`](crate::PagedAttention::new) is
+/// [`DeviceError::LimitTooLow`].
 ///
 /// ```no_run
 /// # fn descriptor(adapter: &wgpu::Adapter) -> wgpu::DeviceDescriptor<'static> {
@@ -19,13 +42,21 @@ use wgpu::{DeviceType, Features, Limits};
 /// # }
 /// ```
 pub fn recommended_limits(adapter: &wgpu::Adapter, base: Limits) -> Limits {
-    let offered = adapter.limits();
+    raised(base, adapter.limits())
+}
+
+fn raised(mut limits: Limits, mut offered: Limits) -> Limits {
+    for (_, needed, limit) in NEEDS {
+        let available = needed.min(*limit(&mut offered));
+        let raised = limit(&mut limits);
+        *raised = available.max(*raised);
+    }
     Limits {
-        max_storage_buffer_binding_size: base
+        max_storage_buffer_binding_size: limits
             .max_storage_buffer_binding_size
             .max(offered.max_storage_buffer_binding_size),
-        max_buffer_size: base.max_buffer_size.max(offered.max_buffer_size),
-        ..base
+        max_buffer_size: limits.max_buffer_size.max(offered.max_buffer_size),
+        ..limits
     }
 }
 
@@ -82,42 +113,11 @@ impl Scale {
 
 impl Capabilities {
     pub(super) fn of(device: &wgpu::Device) -> Result<Self, DeviceError> {
-        let limits = device.limits();
-        for (limit, needed, actual) in [
-            ("max_bind_groups", 3, u64::from(limits.max_bind_groups)),
-            (
-                "max_storage_buffers_per_shader_stage",
-                6,
-                u64::from(limits.max_storage_buffers_per_shader_stage),
-            ),
-            (
-                "max_uniform_buffers_per_shader_stage",
-                3,
-                u64::from(limits.max_uniform_buffers_per_shader_stage),
-            ),
-            (
-                "max_dynamic_uniform_buffers_per_pipeline_layout",
-                2,
-                u64::from(limits.max_dynamic_uniform_buffers_per_pipeline_layout),
-            ),
-            (
-                "max_compute_invocations_per_workgroup",
-                64,
-                u64::from(limits.max_compute_invocations_per_workgroup),
-            ),
-            ("max_compute_workgroup_size_x", 64, u64::from(limits.max_compute_workgroup_size_x)),
-            (
-                "max_compute_workgroup_storage_size",
-                8192,
-                u64::from(limits.max_compute_workgroup_storage_size),
-            ),
-            (
-                "max_compute_workgroups_per_dimension",
-                1024,
-                u64::from(limits.max_compute_workgroups_per_dimension),
-            ),
-        ] {
+        let mut limits = device.limits();
+        for (limit, needed, of) in NEEDS {
+            let actual = *of(&mut limits);
             if actual < needed {
+                let (needed, actual) = (needed.into(), actual.into());
                 return Err(DeviceError::LimitTooLow { limit, needed, actual });
             }
         }
@@ -147,6 +147,15 @@ fn max_tensor_bytes(limits: &Limits) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn limits_are_raised_to_what_is_needed_and_neither_beyond_the_offer_nor_lowered() {
+        for (base, offered, expected) in [(4, 16, 6), (4, 5, 5), (4, 3, 4), (8, 16, 8), (8, 4, 8), (0, 6, 6)]
+        {
+            let of = |buffers| Limits { max_storage_buffers_per_shader_stage: buffers, ..Limits::default() };
+            assert_eq!(raised(of(base), of(offered)), of(expected), "{base} of {offered}");
+        }
+    }
 
     #[test]
     fn tensors_are_below_2_gib_where_a_device_binds_more() {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use paged_kv::{
     AttentionStats, BindError, BoundTensors, CacheConfig, DeviceError, KvCache, KvType, LayerTensors,
     ModelShape, PagedAttention, PrepareError, PreparedStep, Scheduler, StepBuilder, StepPlan, TableId,
-    TensorSlice,
+    TensorSlice, recommended_limits,
 };
 use wgpu::{BufferDescriptor, BufferUsages, CommandEncoder, Features, Limits};
 
@@ -270,6 +270,33 @@ fn a_device_of_another_shape_or_with_low_limits_is_refused_with_the_numbers() {
         let gpu = noop_device(limits, Features::empty(), 8..=8);
         assert_eq!(create(&gpu, SHAPE), Some(DeviceError::LimitTooLow { limit, needed, actual }));
     }
+}
+
+/// An application of lower limits than the kernels need, as for OpenGL.
+#[test]
+fn with_the_recommended_limits_an_application_of_low_ones_can_embed_the_library() {
+    let adapter = TestAdapter::noop(Limits::default(), Features::empty(), 8..=8);
+    for (base, limit, needed, actual) in [
+        (Limits::downlevel_defaults(), "max_storage_buffers_per_shader_stage", 6, 4),
+        (Limits::downlevel_webgl2_defaults(), "max_storage_buffers_per_shader_stage", 6, 0),
+    ] {
+        let create = |limits| {
+            let gpu = adapter.request_device(limits, Features::empty()).expect("limits that it offers");
+            gpu.device.on_uncaptured_error(Arc::new(|error| panic!("reached the application: {error}")));
+            PagedAttention::new(&gpu.device, &gpu.queue, SHAPE, config()).map(drop)
+        };
+        assert_eq!(create(base.clone()), Err(DeviceError::LimitTooLow { limit, needed, actual }));
+        assert_eq!(create(recommended_limits(adapter.adapter(), base)), Ok(()));
+    }
+    // More than the adapter has is not asked for.
+    let offered = Limits { max_storage_buffers_per_shader_stage: 5, ..Limits::default() };
+    let adapter = TestAdapter::noop(offered, Features::empty(), 8..=8);
+    let limits = recommended_limits(adapter.adapter(), Limits::downlevel_defaults());
+    assert_eq!(limits.max_storage_buffers_per_shader_stage, 5);
+    let gpu = adapter.request_device(limits, Features::empty()).expect("limits that it offers");
+    let created = PagedAttention::new(&gpu.device, &gpu.queue, SHAPE, config()).map(drop);
+    let limit = "max_storage_buffers_per_shader_stage";
+    assert_eq!(created, Err(DeviceError::LimitTooLow { limit, needed: 6, actual: 5 }));
 }
 
 /// Steps with everything in them: prompts, decoding, forks with copies, swaps out and in, sequences that end.
