@@ -512,6 +512,28 @@ fn out_of_memory_is_an_error_with_the_bytes_and_not_the_applications_problem() {
 
 /// wgpu's noop device takes its buffers from the process, which can be made to have no memory for them.
 #[test]
+fn memory_that_an_arena_cannot_have_is_an_error_with_the_bytes_and_a_smaller_pool_can_be_made() {
+    let gpu = noop();
+    gpu.device.on_uncaptured_error(Arc::new(|error| panic!("reached the application: {error}")));
+    let create = |num_blocks| {
+        let config = CacheConfig::for_blocks(num_blocks, &SHAPE, KvType::F16).expect("a valid configuration");
+        PagedAttention::new(&gpu.device, &gpu.queue, SHAPE, config)
+    };
+    // Three layers of 2 KiB a block, in one arena. Nothing else is nearly as large.
+    let asked_bytes = 10_000 * 3 * 2048;
+    without_memory_for(asked_bytes as usize, || {
+        let refused = create(10_000).err();
+        assert_eq!(
+            refused,
+            Some(DeviceError::OutOfMemory { object: "arena", asked_bytes, created_bytes: 0 })
+        );
+        assert_eq!(create(5_000).expect("a pool that fits").stats().arena_bytes, asked_bytes / 2);
+    });
+    assert_eq!(create(10_000).expect("with memory it works").stats().arena_bytes, asked_bytes);
+}
+
+/// The same for what a step needs.
+#[test]
 fn memory_that_a_steps_metadata_cannot_have_is_an_error_with_the_bytes_and_costs_nothing() {
     let config = CacheConfig::for_blocks(160, &SHAPE, KvType::F16).expect("a valid configuration");
     let mut setup = Setup::new(noop(), config, AttentionOptions::default());
