@@ -147,6 +147,10 @@ fn max_tensor_bytes(limits: &Limits) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::{CacheConfig, KvType, ModelShape};
+    use crate::gpu::options::AttentionOptions;
+    use crate::gpu::setup::{QueryTiles, split_config};
+    use crate::schedule::{StepPlan, WorkSplit};
 
     #[test]
     fn limits_are_raised_to_what_is_needed_and_neither_beyond_the_offer_nor_lowered() {
@@ -179,6 +183,45 @@ mod tests {
             // 32/8 heads: a tile of eight queries is two rows, and a workgroup for each of the eight kv heads.
             let workgroups = pairs / (2 * 16_384) * 8;
             assert!(2 * workgroups >= u64::from(scale.target_workgroups), "{device_type:?}: {workgroups}");
+        }
+    }
+
+    #[test]
+    fn a_step_is_split_by_the_type_of_device() {
+        let shape = ModelShape { num_layers: 32, num_query_heads: 32, num_kv_heads: 8, head_dim: 128 };
+        let cache = CacheConfig::for_blocks(512, &shape, KvType::F16).expect("a pool of 8,192 tokens");
+        // One row and a whole prompt, each of 8,192 tokens: (workgroups, GFLOP, decode items, prefill dispatches).
+        let plan =
+            |rows| StepPlan { query_starts: vec![0, rows], context_lens: vec![8192], ..StepPlan::default() };
+        let (decode, prompt) = (plan(1), plan(8192));
+        for (device_type, expected) in [
+            (DeviceType::DiscreteGpu, (1024, 60, 64, 10)),
+            (DeviceType::IntegratedGpu, (256, 15, 32, 37)),
+            (DeviceType::VirtualGpu, (256, 15, 32, 37)),
+            (DeviceType::Other, (256, 15, 32, 37)),
+            (DeviceType::Cpu, (16, 1, 2, 610)),
+        ] {
+            let capabilities = Capabilities {
+                max_binding_bytes: 1 << 27,
+                max_tensor_bytes: 1 << 27,
+                max_workgroups: 65_535,
+                uniform_alignment: 256,
+                storage_alignment: 256,
+                subgroups: false,
+                compact_shaders: false,
+                scale: Scale::of(device_type),
+            };
+            let tiles = QueryTiles::of(&shape, capabilities.compact_shaders);
+            let options = AttentionOptions::default();
+            let config = split_config(&shape, &cache, &options, &capabilities, tiles);
+            let split = |plan| {
+                let mut split = WorkSplit::default();
+                split.split(plan, &config);
+                (split.decode_items.len(), split.prefill_dispatches.len())
+            };
+            let giga_flop = capabilities.scale.dispatch_flop / 1_000_000_000;
+            let found = (config.target_workgroups, giga_flop, split(&decode).0, split(&prompt).1);
+            assert_eq!(found, expected, "{device_type:?}");
         }
     }
 

@@ -1,10 +1,11 @@
-//! What devices that nobody here owns would get, from their limits and subgroup sizes: subgroup operations, arenas, and how
+//! What devices that nobody here owns would get, from their limits and subgroup sizes: attention kernels, arenas, and how
 //! large a pool may be.
 //!
 //! The devices are wgpu's noop backend with what wgpu tells of the real ones (wgpu-core's own table of limits by kind of
 //! adapter, drivers' sources, reports). What an application gets is asked for as it would ask:
 //! [`recommended_limits`](paged_kv::recommended_limits) over wgpu's defaults. The table is `profiles.txt`; a change of it is
-//! a change of what users get. How finely decode is split goes by the type of device, which the noop backend does not tell.
+//! a change of what users get. How finely a step is split goes by the type of device, which the noop backend does not tell:
+//! see `a_step_is_split_by_the_type_of_device` in `src/gpu/capabilities.rs`.
 
 use std::fmt::Write as _;
 use std::ops::RangeInclusive;
@@ -60,8 +61,13 @@ const PROFILES: &[Profile] = &[
 #[test]
 fn well_known_devices_get_what_the_table_says() {
     let mut table = String::from(HEADER);
+    let mut kernels = Vec::new();
     for profile in PROFILES {
-        let _ = writeln!(table, "{}", row(profile));
+        let _ = writeln!(table, "{}", row(profile, &mut kernels));
+    }
+    let _ = writeln!(table, "\nattention kernels");
+    for (letter, names) in LETTERS.zip(&kernels) {
+        let _ = writeln!(table, "{letter}: {names}");
     }
     let expected = include_str!("profiles.txt").replace("\r\n", "\n");
     assert!(table == expected, "profiles.txt should be\n{table}");
@@ -70,10 +76,14 @@ fn well_known_devices_get_what_the_table_says() {
 const HEADER: &str = "\
 Llama 3 8B, 32/8 heads of 128, f16
 
-device                            | storage binding | subgroup operations | arenas for 8,192 tokens | for 32,768 | most tokens of a pool
+device                            | storage binding | subgroup operations | attention kernels | arenas for 8,192 tokens | for 32,768 | most tokens of a pool
 ";
 
-fn row(profile: &Profile) -> String {
+/// Stand for sets of attention kernels.
+const LETTERS: RangeInclusive<char> = 'A'..='Z';
+
+/// The row of `profile`; `kernels` are the sets of attention kernels so far.
+fn row(profile: &Profile, kernels: &mut Vec<String>) -> String {
     let features = profile.subgroups.as_ref().map_or(Features::empty(), |_| Features::SUBGROUP);
     let sizes = profile.subgroups.clone().unwrap_or(4..=128);
     let offered = Limits {
@@ -90,12 +100,18 @@ fn row(profile: &Profile) -> String {
     let small = CacheConfig::for_blocks(4, &LLAMA_8B, KvType::F16).expect("a small pool");
     let attention =
         PagedAttention::new(&gpu.device, &gpu.queue, LLAMA_8B, small).expect("a device that suffices");
-    let reducing = attention.variants().iter().filter(|variant| variant.name.contains("subgroup")).count();
-    let subgroups = if reducing > 0 { "used" } else { "not used" };
+    let names = attention.variants().iter().map(|variant| variant.name.as_str());
+    let names = names.filter(|name| name.starts_with("attention")).collect::<Vec<_>>().join(", ");
+    let subgroups = if names.contains("subgroup") { "used" } else { "not used" };
+    let set = kernels.iter().position(|known| *known == names).unwrap_or_else(|| {
+        kernels.push(names);
+        kernels.len() - 1
+    });
+    let letter = LETTERS.clone().nth(set).expect("a letter");
     let arenas =
         |tokens: u32| pool(tokens).arenas(binding).map(|arenas| arenas.num_arenas()).expect("it fits");
     format!(
-        "{:33} | {:11} MiB | {subgroups:19} | {:23} | {:10} | {}",
+        "{:33} | {:11} MiB | {subgroups:19} | {letter:17} | {:23} | {:10} | {}",
         profile.name,
         binding / MIB,
         arenas(8192),
