@@ -164,7 +164,8 @@ impl PagedAttention {
     ///
     /// Layers come in order, each once, after [`record_block_copies`](Self::record_block_copies). At most three
     /// dispatches in a step of single rows (append, attention, merge), four in a mixed one, and more only where the
-    /// work budget cuts a dispatch.
+    /// work budget cuts a dispatch. That the last layers are missing is not noticed: record all of them before the step is
+    /// submitted and committed.
     ///
     /// Changes the pass's pipeline and bind groups 0 to 2.
     ///
