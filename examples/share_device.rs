@@ -144,34 +144,34 @@ fn main() -> Result<(), Box<dyn Error>> {
 
         let mut encoder = device.create_command_encoder(&Default::default());
         let mut mapped_after_submit = None;
-        if in_flight.is_none() {
-            if let Schedule::Step(plan) = scheduler.schedule() {
-                let mut step = attention.prepare(&plan)?;
-                let rows: Vec<u32> = plan.logit_rows().iter().map(|logits| logits.row).collect();
-                let params = [step.rows(), step.token_ids_start(), step.positions_start(), rows.len() as u32];
-                queue.write_buffer(&step_params, 0, bytemuck::cast_slice(&params));
-                queue.write_buffer(&logit_rows, 0, bytemuck::cast_slice(&rows));
-                // `metadata` is one of a few buffers; a real application keeps a bind group for each.
-                let group = bind(&project, &[(0, &step_params), (1, step.metadata()), (2, &qkv)]);
-                attention.record_transfers(&mut encoder, &mut step);
-                let mut pass = encoder.begin_compute_pass(&Default::default());
-                attention.record_block_copies(&mut pass, &mut step);
-                for layer in 0..SHAPE.num_layers {
-                    pass.set_pipeline(&project);
-                    pass.set_bind_group(0, &group, &[]);
-                    pass.dispatch_workgroups(step.rows() * 2, 1, 1);
-                    attention.record_layer(&mut pass, &mut step, layer, &tensors)?;
-                }
-                pass.set_pipeline(&choose);
-                pass.set_bind_group(0, &choose_group, &[]);
-                pass.dispatch_workgroups(1, 1, 1);
-                drop(pass);
-                encoder.copy_buffer_to_buffer(&tokens, 0, &readback, 0, rows_of(1));
-                let arrived = Arc::new(AtomicBool::new(false));
-                mapped_after_submit = Some(Arc::clone(&arrived));
-                in_flight = Some((plan, arrived));
-                steps += 1;
+        if in_flight.is_none()
+            && let Schedule::Step(plan) = scheduler.schedule()
+        {
+            let mut step = attention.prepare(&plan)?;
+            let rows: Vec<u32> = plan.logit_rows().iter().map(|logits| logits.row).collect();
+            let params = [step.rows(), step.token_ids_start(), step.positions_start(), rows.len() as u32];
+            queue.write_buffer(&step_params, 0, bytemuck::cast_slice(&params));
+            queue.write_buffer(&logit_rows, 0, bytemuck::cast_slice(&rows));
+            // `metadata` is one of a few buffers; a real application keeps a bind group for each.
+            let group = bind(&project, &[(0, &step_params), (1, step.metadata()), (2, &qkv)]);
+            attention.record_transfers(&mut encoder, &mut step);
+            let mut pass = encoder.begin_compute_pass(&Default::default());
+            attention.record_block_copies(&mut pass, &mut step);
+            for layer in 0..SHAPE.num_layers {
+                pass.set_pipeline(&project);
+                pass.set_bind_group(0, &group, &[]);
+                pass.dispatch_workgroups(step.rows() * 2, 1, 1);
+                attention.record_layer(&mut pass, &mut step, layer, &tensors)?;
             }
+            pass.set_pipeline(&choose);
+            pass.set_bind_group(0, &choose_group, &[]);
+            pass.dispatch_workgroups(1, 1, 1);
+            drop(pass);
+            encoder.copy_buffer_to_buffer(&tokens, 0, &readback, 0, rows_of(1));
+            let arrived = Arc::new(AtomicBool::new(false));
+            mapped_after_submit = Some(Arc::clone(&arrived));
+            in_flight = Some((plan, arrived));
+            steps += 1;
         }
         draw(&mut encoder, &window, frames); // The frame is drawn whether a step is on its way or not.
         queue.submit([encoder.finish()]);
