@@ -11,12 +11,13 @@ use eframe::egui;
 use serde_json::{Value, json};
 
 use crate::{
+    grid::Square,
     marks::Event,
     options::Options,
     palette::{NUM_OWNERS, Palette},
     pool_view::{Drawn, event_colour},
     service::Service,
-    snapshot::Snapshot,
+    snapshot::{Cell, Snapshot},
 };
 
 /// Frames after which text that is scrolled to its end stays where it is.
@@ -114,18 +115,15 @@ fn write_png(path: &Path, image: &egui::ColorImage) -> io::Result<()> {
 /// What the picture shows. Places are in its pixels; counts are the library's own.
 fn states(shown: &Shown<'_>, pixels_per_point: f32) -> Value {
     let Shown { service, snapshot, marks, drawn, palette } = shown;
-    let blocks: Vec<Value> = snapshot
-        .cells
-        .iter()
-        .zip(0..)
-        .map(|(cell, index)| {
-            let square = drawn.square(index);
-            let owners: Vec<Value> =
-                cell.owners().map(|owner| json!({ "slot": owner.slot, "tokens": owner.tokens })).collect();
-            let place = [square.left, square.top, square.side].map(|length| length * pixels_per_point);
-            json!({ "kind": format!("{:?}", cell.kind), "owners": owners, "place": place })
-        })
-        .collect();
+    let block = |cell: &Cell, square: &Square| {
+        let owners: Vec<Value> =
+            cell.owners().map(|owner| json!({ "slot": owner.slot, "tokens": owner.tokens })).collect();
+        let place = [square.left, square.top, square.side].map(|length| length * pixels_per_point);
+        json!({ "kind": format!("{:?}", cell.kind), "owners": owners, "place": place })
+    };
+    let blocks: Vec<Value> =
+        snapshot.cells.iter().zip(0..).map(|(cell, index)| block(cell, &drawn.square(index))).collect();
+    let legend: Vec<Value> = drawn.legend.iter().map(|(cell, square)| block(cell, square)).collect();
     let marks: Vec<Value> = marks.iter().map(|&(block, event, strength)| {
         json!({ "block": block, "strength": strength, "colour": event_colour(palette, event) })
     }).collect();
@@ -136,6 +134,7 @@ fn states(shown: &Shown<'_>, pixels_per_point: f32) -> Value {
         "owners": NUM_OWNERS,
         "block_size": snapshot.block_size,
         "blocks": blocks,
+        "legend": legend,
         "marks": marks,
         "stats": {
             "num_blocks": cache.num_blocks,

@@ -27,12 +27,14 @@ pub(crate) struct PoolView<'a> {
 }
 
 /// Where the blocks were drawn, in points of the window.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Drawn {
     pub(crate) grid: Grid,
     pub(crate) corner: Pos2,
     /// The block under the pointer.
     pub(crate) pointed: Option<u32>,
+    /// The examples of states in the legend.
+    pub(crate) legend: Vec<(Cell, Square)>,
 }
 
 impl PoolView<'_> {
@@ -48,11 +50,11 @@ impl PoolView<'_> {
                 ui.add_space(4.0);
                 let rest = if self.host_blocks > 0 { 62.0 } else { 34.0 };
                 let space = vec2(ui.available_width(), (ui.available_height() - rest).max(40.0));
-                let drawn = self.grid(ui, space);
+                let mut drawn = self.grid(ui, space);
                 if self.host_blocks > 0 {
                     self.host(ui);
                 }
-                self.legend(ui);
+                drawn.legend = self.legend(ui);
                 drawn
             })
             .inner
@@ -96,7 +98,7 @@ impl PoolView<'_> {
                 let top = ((space.y - height) / 2.0).floor().max(0.0);
                 let corner = (rect.min + vec2(left, top)).round();
                 let pointed = response.hover_pos().and_then(|at| grid.at(at.x - corner.x, at.y - corner.y));
-                let drawn = Drawn { grid, corner, pointed };
+                let drawn = Drawn { grid, corner, pointed, legend: Vec::new() };
                 self.cells(&ui.painter_at(rect.expand(4.0)), &drawn);
                 self.explain(&response, pointed);
                 drawn
@@ -227,7 +229,8 @@ impl PoolView<'_> {
         });
     }
 
-    fn legend(&self, ui: &mut Ui) {
+    /// Returns the examples of states, without those of events.
+    fn legend(&self, ui: &mut Ui) -> Vec<(Cell, Square)> {
         let held = |tokens: u32, owners: usize| {
             let mut cell = Cell::new(Kind::Held);
             (0..owners).for_each(|slot| {
@@ -242,22 +245,26 @@ impl PoolView<'_> {
             (held(full / 4, 1), None, "a quarter filled"),
             (held(full, 3), None, "shared by A, B, C"),
             (Cell::new(Kind::Cached), None, "cached"),
+            (Cell::new(Kind::InTransfer), None, "in transfer"),
             (held(full, 1), Some(Event::Copied), "just copied"),
             (Cell::new(Kind::Free), Some(Event::MovedOut), "moved out"),
             (held(full, 1), Some(Event::MovedIn), "moved in"),
         ];
+        let mut states = Vec::new();
         ui.horizontal(|ui| {
             for (cell, event, text) in examples {
                 let (rect, _) = ui.allocate_exact_size(vec2(16.0, 16.0), Sense::hover());
                 let square = Square { left: rect.left().round(), top: rect.top().round(), side: 16.0 };
                 self.cell(ui.painter(), &cell, &square);
-                if let Some(event) = event {
-                    self.mark(ui.painter(), &square, event, 1.0);
+                match event {
+                    Some(event) => self.mark(ui.painter(), &square, event, 1.0),
+                    None => states.push((cell, square)),
                 }
                 ui.label(weak(self.palette, text));
                 ui.add_space(2.0);
             }
         });
+        states
     }
 }
 

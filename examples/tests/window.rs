@@ -608,6 +608,15 @@ fn check_marks(image: &Image, palette: &Palette, blocks: &[Value], marks: &[Valu
     }
 }
 
+/// Every state has an example in the legend, in its colours: also a block in transfer, which few frames of the script have.
+fn check_legend(image: &Image, palette: &Palette, states: &Value) {
+    let legend = states["legend"].as_array().unwrap();
+    check_colours(image, palette, states["block_size"].as_u64().unwrap() as u32, legend);
+    for kind in ["Free", "Cached", "Held", "InTransfer"] {
+        assert!(legend.iter().any(|block| block["kind"] == kind), "{kind} is not in the legend: {legend:?}");
+    }
+}
+
 /// What the picture says of each state, and what the library counts.
 fn check_sums(states: &Value) {
     let blocks = states["blocks"].as_array().unwrap();
@@ -648,6 +657,7 @@ fn every_block_is_drawn_in_the_colours_of_its_state() {
         check_sums(&states);
         check_colours(&image, &palette, states["block_size"].as_u64().unwrap() as u32, blocks);
         check_marks(&image, &palette, blocks, marks);
+        check_legend(&image, &palette, &states);
         let stats = &states["stats"];
         let shows =
             ["shared", "held", "cached", "host_in_use", "block_copies", "preemptions", "prefix_hit_tokens"];
