@@ -130,6 +130,11 @@ pub(crate) fn judge(case: &Case, took: Duration, errors: Result<Errors, Failure>
     }
 }
 
+/// Whether a failure is the device's, and no kernel's: it is lost, or not one for what was asked of it.
+pub(crate) fn is_of_device(failure: &Failure) -> bool {
+    matches!(failure.downcast_ref(), Some(GpuFailure::Lost { .. })) || is_unsuitable(failure)
+}
+
 /// Whether the device is not one for it: there was no memory for a buffer, or its limits are too low.
 fn is_unsuitable(failure: &Failure) -> bool {
     matches!(failure.downcast_ref(), Some(GpuFailure::OutOfMemory { .. }))

@@ -123,6 +123,7 @@ fn make(
         pool_bytes,
         models: models::fits(pool_bytes, max_binding),
         rates,
+        rates_are_wrong: failure.as_ref().is_some_and(|failure| !check::is_of_device(failure)),
         rates_failure: failure.map(|failure| failure.to_string()),
         check: options.check.map(|seconds| check::check(gpu, Duration::from_secs(seconds))),
     }

@@ -45,12 +45,12 @@ pub(crate) struct Decode {
 }
 
 /// What block tables cost, and what another place for keys would, each run in turn with the library's kernels.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Serialize)]
 pub(crate) struct Ratios {
     /// Decode time over that of the same kernels without block tables, over one extent per sequence.
-    pub(crate) over_contiguous: f64,
+    pub(crate) over_contiguous: Option<f64>,
     /// Decode time with each head's keys by columns within a block, over that with keys by rows, which is the library's.
-    pub(crate) key_columns: f64,
+    pub(crate) key_columns: Option<f64>,
 }
 
 /// A shader variant, and how long it took to make.
@@ -82,8 +82,9 @@ pub(crate) fn measure(gpu: &Gpu) -> (Option<Rates>, Option<Failure>) {
     keep(gpu.explain(decoded), &mut rates.decode, &mut failure);
     if !gpu.is_software && !gpu.is_lost() {
         // 256 MiB of keys and values, twice: there may be memory for them where there was none for the decode.
-        let compared = gpu.explain(ratios(gpu, &Case { num_layers: 8, ..case }));
-        keep(compared, &mut rates.ratios, &mut failure);
+        let (ratios, reason) = ratios(gpu, &Case { num_layers: 8, ..case });
+        rates.ratios = Some(ratios);
+        failure = failure.or(reason);
     }
     (Some(rates), failure)
 }
@@ -134,22 +135,33 @@ impl Rates {
     }
 }
 
-pub(crate) fn ratios(gpu: &Gpu, case: &Case) -> Result<Ratios, Failure> {
-    let layers = case.num_layers;
+/// Those that could be measured, and why another could not.
+pub(crate) fn ratios(gpu: &Gpu, case: &Case) -> (Ratios, Option<Failure>) {
+    let (mut ratios, mut failure) = (Ratios::default(), None);
+    keep(gpu.explain(over_contiguous(gpu, case)), &mut ratios.over_contiguous, &mut failure);
+    if !gpu.is_lost() {
+        keep(gpu.explain(key_columns(gpu, case)), &mut ratios.key_columns, &mut failure);
+    }
+    (ratios, failure)
+}
+
+fn over_contiguous(gpu: &Gpu, case: &Case) -> Result<f64, Failure> {
     let mut ours = BenchCache::new(gpu, case.clone(), Placement::KeysThenValues)?;
     // Also makes the tables known to the kernel that copies what they name.
     ours.time(Attention)?;
-    let over_contiguous = {
-        let mut extents = BenchCache::new(gpu, case.clone(), Placement::Contiguous)?;
-        let gather = CacheKernel::gather(gpu, &ours, &extents);
-        gpu.time(gpu.encoder(), |pass| (0..layers).for_each(|layer| gather.record(pass, layer)))?;
-        extents.time(Attention)?;
-        same_results("the contiguous twin", &ours.results()?, &extents.results()?)?;
-        interleaved(|| ours.time(Attention), || extents.time(Attention))?.ratio
-    };
+    let mut extents = BenchCache::new(gpu, case.clone(), Placement::Contiguous)?;
+    let gather = CacheKernel::gather(gpu, &ours, &extents);
+    gpu.time(gpu.encoder(), |pass| (0..case.num_layers).for_each(|layer| gather.record(pass, layer)))?;
+    extents.time(Attention)?;
+    same_results("the contiguous twin", &ours.results()?, &extents.results()?)?;
+    Ok(interleaved(|| ours.time(Attention), || extents.time(Attention))?.ratio)
+}
+
+fn key_columns(gpu: &Gpu, case: &Case) -> Result<f64, Failure> {
+    let mut ours = BenchCache::new(gpu, case.clone(), Placement::KeysThenValues)?;
     let mut columns = BenchCache::new(gpu, case.clone(), Placement::KeyColumns)?;
+    ours.time(Attention)?;
     columns.time(Attention)?;
     same_results("the twin with keys by columns", &ours.results()?, &columns.results()?)?;
-    let key_columns = interleaved(|| columns.time(Attention), || ours.time(Attention))?.ratio;
-    Ok(Ratios { over_contiguous, key_columns })
+    Ok(interleaved(|| columns.time(Attention), || ours.time(Attention))?.ratio)
 }

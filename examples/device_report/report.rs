@@ -27,6 +27,9 @@ pub(crate) struct Report {
     pub(crate) rates: Option<Rates>,
     /// Why not all of them were measured; null where they were.
     pub(crate) rates_failure: Option<String>,
+    /// Whether that is a kernel's fault: a wrong result, or a call that wgpu refused.
+    #[serde(skip)]
+    pub(crate) rates_are_wrong: bool,
     /// Null unless it was asked for.
     pub(crate) check: Option<Check>,
 }
@@ -72,7 +75,7 @@ impl Report {
     pub(crate) fn status(&self) -> u8 {
         let cases = self.check.iter().flat_map(|check| &check.cases);
         match self.failure() {
-            _ if cases.into_iter().any(|case| case.failure.is_some()) => 1,
+            _ if self.rates_are_wrong || cases.into_iter().any(|case| case.failure.is_some()) => 1,
             Some(_) => 3,
             None => 0,
         }
@@ -173,9 +176,12 @@ impl Report {
         if let Some(decode) = &rates.decode {
             write_decode(text, decode);
         }
-        if let Some(Ratios { over_contiguous, key_columns }) = rates.ratios {
+        let Ratios { over_contiguous, key_columns } = rates.ratios.unwrap_or_default();
+        if let Some(over_contiguous) = over_contiguous {
             let _ =
                 writeln!(text, "  {:<44}{over_contiguous:>10.3}", "decode over decode without block tables");
+        }
+        if let Some(key_columns) = key_columns {
             let _ = writeln!(text, "  {:<44}{key_columns:>10.3}", "decode with keys by columns over decode");
         }
         if let Some(reason) = &self.rates_failure {

@@ -76,7 +76,7 @@ impl Cell {
     }
 
     /// The cell as it is, and but for GL, where kernels take long to compile, with checks the other way round: no bit of
-    /// an output may depend on them.
+    /// an output may depend on them. A compiler may contract the two texts differently; none here does.
     fn run(&self, adapter: &TestAdapter) {
         let outputs = self.run_once(adapter, &Poison::ALL);
         if adapter.info().backend != wgpu::Backend::Gl {

@@ -1,7 +1,7 @@
 //! What `device_report` says of a device that fails, in a measurement or in a case of the self-check: its parts by
 //! themselves.
 
-use bench_support::{Failure, faults::GpuFailure, gpu::Gpu, stream::Stream};
+use bench_support::{Failure, faults::GpuFailure, gpu::Gpu, stream::Stream, twins};
 use paged_kv::{BindError, DeviceError, PrepareError};
 use serde_json::Value;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -58,7 +58,12 @@ fn a_device_that_is_lost_while_it_is_measured_is_an_error() {
         match failure {
             None => assert!(ended_first, "measured on a device that was lost after {milliseconds} ms"),
             Some(failure) => {
-                assert!(rates.is_none_or(|rates| rates.decode.is_none()));
+                // On hardware ratios come after the decode, one of them last.
+                let is_unfinished = |rates: rates::Rates| match rates.ratios {
+                    Some(ratios) => ratios.key_columns.is_none(),
+                    None => !rates.software || rates.decode.is_none(),
+                };
+                assert!(rates.is_none_or(is_unfinished));
                 assert!(is_lost(&failure), "{failure}");
                 lost += 1;
             }
@@ -134,6 +139,19 @@ fn a_wrong_number_counts_more_than_what_ended_the_report() {
     assert_eq!((interrupted.status(), interrupted.failure()), (3, lost));
     assert!(interrupted.text().contains("right in all 2 cases"), "{}", interrupted.text());
     assert!(interrupted.text().contains("ended before its time: the device was lost"));
+}
+
+#[test]
+fn wrong_results_while_rates_are_measured_are_a_kernels_fault_and_a_lost_device_is_not() {
+    let status = |failure: Failure| {
+        let rates_are_wrong = !check::is_of_device(&failure);
+        report::Report { rates_are_wrong, ..a_report(Some(failure.to_string()), None) }.status()
+    };
+    let wrong = twins::same_results("a twin", &[1.0], &[2.0]).unwrap_err();
+    assert_eq!(status(wrong), 1);
+    assert_eq!(status(GpuFailure::Refused { reason: "a call".to_owned() }.into()), 1);
+    assert_eq!(status(GpuFailure::Lost { reason: String::new() }.into()), 3);
+    assert_eq!(status(GpuFailure::OutOfMemory { asked_bytes: 7 }.into()), 3);
 }
 
 #[test]
@@ -268,6 +286,7 @@ fn a_report(rates_failure: Option<String>, check: Option<Check>) -> report::Repo
         models: models::fits(1 << 30, 1 << 30),
         rates: None,
         rates_failure,
+        rates_are_wrong: false,
         check,
     }
 }
