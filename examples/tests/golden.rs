@@ -104,12 +104,7 @@ const CELLS: &[Cell] = &[
         all: GPUS,
         run: |runner| runner.short(Setup { kv: KvType::F16, block_size: 256, num_blocks: 12, ..BASE }),
     },
-    Cell {
-        name: "f32, preempted",
-        quick: &["lavapipe"],
-        all: &["swiftshader", "cpu"],
-        run: Runner::preempted,
-    },
+    Cell { name: "f32, preempted", quick: &[], all: ALL, run: Runner::preempted },
     Cell {
         name: "f32, preempted by recomputation",
         quick: &["cpu"],
@@ -157,8 +152,8 @@ const CELLS: &[Cell] = &[
     Cell { name: "f32, prefix cache", quick: &["cpu"], all: GPUS, run: Runner::prefix_cache },
     Cell {
         name: "f32, prefix cache, preempted by recomputation",
-        quick: &["cpu"],
-        all: GPUS,
+        quick: &[],
+        all: ALL,
         run: |runner| runner.under_pressure(CACHED),
     },
     Cell {

@@ -146,6 +146,30 @@ fn nobody_climbs_out_of_a_folder() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
+/// What the library's sources include lies in folders that are packed as a whole.
+#[test]
+fn what_is_included_in_a_source_is_in_the_package() {
+    let (mut included, mut wrong) = (0, Vec::new());
+    for (path, text) in sources("src") {
+        for (_, rest) in
+            text.match_indices("include_str!(\"").map(|(at, found)| text.split_at(at + found.len()))
+        {
+            let target = rest.split('"').next().unwrap_or_default();
+            let full = root().join(&path).parent().unwrap().join(target).canonicalize();
+            let inside = full.as_ref().is_ok_and(|full| {
+                let packed =
+                    ["src", "shaders", "README.md"].map(|kept| root().join(kept).canonicalize().unwrap());
+                packed.iter().any(|kept| full.starts_with(kept))
+            });
+            included += 1;
+            if !inside {
+                wrong.push(format!("{}: {target}", path.display()));
+            }
+        }
+    }
+    assert!(wrong.is_empty() && included > 0, "{included} found; not packed: {wrong:#?}");
+}
+
 #[test]
 fn only_the_device_part_knows_wgpu() {
     let mut wrong = Vec::new();
