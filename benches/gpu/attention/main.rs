@@ -16,7 +16,9 @@
 //! - *gather*: the blocks are copied into extents first, and the contiguous kernels read those;
 //! - *plain*: one invocation per query vector.
 //!
-//! All of them must give the results of the library's kernels, or the bench stops.
+//! All of them must give the results of the library's kernels: a case in which one does not is left out, and the bench
+//! fails in the end. It does so on Mesa's llvmpipe, which stops an invocation after some 65,535 loop iterations: the plain
+//! kernel exceeds them where context times head size is large.
 
 mod compare;
 mod moves;
@@ -66,24 +68,25 @@ fn main() -> Result<(), Failure> {
     let mut report = Report::new(&gpu.name, rates);
     let wanted = options.case.as_deref().unwrap_or_default();
     let specs = if options.quick { cases::quick() } else { cases::all() };
-    let mut loss = None;
+    let mut failure = None;
     for mut spec in specs.into_iter().filter(|spec| spec.name().contains(wanted)) {
         spec.case.num_layers = num_layers(&gpu, &spec);
         match gpu.explain(run(&gpu, &rates, &spec, options.quick || options.case.is_some())) {
             Ok(rows) => rows.into_iter().for_each(|row| report.add(row)),
-            Err(reason) if reason.is::<WrongResults>() => return Err(reason),
             Err(reason) => {
                 report.leave_out(&spec.name(), &reason.to_string());
+                if reason.is::<WrongResults>() || gpu.is_lost() {
+                    failure = Some(reason);
+                }
                 if gpu.is_lost() {
-                    loss = Some(reason);
                     break;
                 }
             }
         }
     }
-    // What was measured before a loss holds.
+    // What was measured in other cases, and before a loss, holds.
     report.finish(options.json.as_deref())?;
-    loss.map_or(Ok(()), Err)
+    failure.map_or(Ok(()), Err)
 }
 
 fn run(gpu: &Gpu, rates: &StreamRates, spec: &Spec, patient: bool) -> Result<Vec<Row>, Failure> {

@@ -103,7 +103,7 @@ pub fn all() -> Vec<Spec> {
                 if head_dim == 128 {
                     add(MIXED, &RAGGED);
                     add(MIXED, &PROMPTS);
-                    add(What::Append, &[(1, 1024); 64]);
+                    add(What::Append, &[(1, 128); 64]);
                     add(What::Append, &[(512, 512)]);
                     add(What::BlockCopy, &[(1, 24); 64]);
                     add(What::Swap, &[(1, 16); 64]);
