@@ -6,13 +6,18 @@
 // Units of 16 bytes that one workgroup handles.
 const SPAN = 1024u;
 
+// Dispatches are folded over x and y, so some workgroups may lie beyond the end.
+fn first_unit(workgroup: vec3<u32>, size: vec3<u32>) -> u32 {
+    return (workgroup.y * size.x + workgroup.x) * SPAN;
+}
+
 @compute @workgroup_size(64)
 fn stream_read(
     @builtin(workgroup_id) workgroup: vec3<u32>,
     @builtin(num_workgroups) size: vec3<u32>,
     @builtin(local_invocation_index) lane: u32,
 ) {
-    let first = (workgroup.y * size.x + workgroup.x) * SPAN + lane;
+    let first = first_unit(workgroup, size) + lane;
     if (first >= arrayLength(&source)) {
         return;
     }
@@ -32,7 +37,7 @@ fn stream_copy(
     @builtin(num_workgroups) size: vec3<u32>,
     @builtin(local_invocation_index) lane: u32,
 ) {
-    let first = (workgroup.y * size.x + workgroup.x) * SPAN + lane;
+    let first = first_unit(workgroup, size) + lane;
     if (first >= arrayLength(&source)) {
         return;
     }
