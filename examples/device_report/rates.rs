@@ -3,7 +3,7 @@
 
 use bench_support::{
     Failure,
-    cache::{BenchCache, Case, Sequence},
+    cache::{BenchCache, Case, Sequence, placement_ratio},
     gpu::Gpu,
     kernels::CacheKernel,
     pairs::{interleaved, repeated},
@@ -140,7 +140,8 @@ pub(crate) fn ratios(gpu: &Gpu, case: &Case) -> (Ratios, Option<Failure>) {
     let (mut ratios, mut failure) = (Ratios::default(), None);
     keep(gpu.explain(over_contiguous(gpu, case)), &mut ratios.over_contiguous, &mut failure);
     if !gpu.is_lost() {
-        keep(gpu.explain(key_columns(gpu, case)), &mut ratios.key_columns, &mut failure);
+        let columns = placement_ratio(gpu, case, Placement::KeyColumns);
+        keep(gpu.explain(columns), &mut ratios.key_columns, &mut failure);
     }
     (ratios, failure)
 }
@@ -155,13 +156,4 @@ fn over_contiguous(gpu: &Gpu, case: &Case) -> Result<f64, Failure> {
     extents.time(Attention)?;
     same_results("the contiguous twin", &ours.results()?, &extents.results()?)?;
     Ok(interleaved(|| ours.time(Attention), || extents.time(Attention))?.ratio)
-}
-
-fn key_columns(gpu: &Gpu, case: &Case) -> Result<f64, Failure> {
-    let mut ours = BenchCache::new(gpu, case.clone(), Placement::KeysThenValues)?;
-    let mut columns = BenchCache::new(gpu, case.clone(), Placement::KeyColumns)?;
-    ours.time(Attention)?;
-    columns.time(Attention)?;
-    same_results("the twin with keys by columns", &ours.results()?, &columns.results()?)?;
-    Ok(interleaved(|| columns.time(Attention), || ours.time(Attention))?.ratio)
 }

@@ -84,8 +84,7 @@ impl AttentionOptions {
     }
 
     /// Compiles the shaders with wgpu's bounds and loop checks. By default they are left out: the shaders only ever see
-    /// plans whose ids `prepare` has checked. On the adapters that were tested the results are the
-    /// same bits.
+    /// plans whose ids `prepare` has checked. On the adapters that were tested the results are the same bits.
     pub fn checked_shaders(mut self, checked: bool) -> Self {
         self.checked_shaders = checked;
         self

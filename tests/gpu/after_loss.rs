@@ -7,10 +7,8 @@ use wgpu::{Features, Limits};
 
 use crate::device::{TestAdapter, on_each_adapter};
 use crate::device_rig::{DeviceRig, open};
+use crate::kernels::TOLERANCE;
 use crate::rig::{Random, Rig, Tensors};
-
-/// See `kernels.rs`.
-const TOLERANCE: f64 = 1e-5;
 
 const SHAPE: ModelShape = ModelShape { num_layers: 2, num_query_heads: 4, num_kv_heads: 2, head_dim: 16 };
 /// Tokens that the fork shares with its parent.

@@ -23,7 +23,7 @@ use crate::device::{TestAdapter, on_each_adapter};
 use crate::device_rig::{DeviceRig, on_each_adapter_but_gl, open};
 use crate::rig::{Poison, Rig, Tensors};
 
-const TOLERANCE: f64 = 1e-5;
+pub(crate) const TOLERANCE: f64 = 1e-5;
 const HALF_ROUNDING: f64 = 1.0 / 2048.0;
 
 /// How rows are split.

@@ -4,9 +4,7 @@ use paged_kv::{AttentionOptions, KvType, TableId};
 
 use crate::device_rig::{DeviceRig, on_each_adapter_but_gl, open};
 use crate::rig::Rig;
-
-/// As in `kernels.rs`.
-const TOLERANCE: f64 = 1e-5;
+use crate::steps::step;
 
 const CONTEXTS: [u32; 4] = [512, 2 << 10, 8 << 10, 32 << 10];
 
@@ -36,14 +34,8 @@ fn contexts_are_within_tolerance(kv_type: KvType, options: AttentionOptions) {
         }
         for rows in STEPS {
             let pushes: Vec<(TableId, u32)> = tables.into_iter().zip(rows).collect();
-            let plan = rig.host.plan(&pushes);
-            let tensors = rig.host.tensors(&plan);
-            rig.host.write(&plan, &tensors);
-            let output = rig.run(&plan, std::slice::from_ref(&tensors)).swap_remove(0);
-            rig.host.assert_dense(&plan, &tensors, &output, TOLERANCE);
-            rig.host.commit(plan);
+            step(&mut rig, &pushes);
         }
-        rig.assert_same_blocks();
     });
 }
 

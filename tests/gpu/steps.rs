@@ -9,10 +9,8 @@ use wgpu::{Features, Limits};
 
 use crate::device::on_each_adapter;
 use crate::device_rig::{DeviceRig, on_each_adapter_but_gl, open};
+use crate::kernels::TOLERANCE;
 use crate::rig::{Rig, Tensors};
-
-/// See `kernels.rs`.
-const TOLERANCE: f64 = 1e-5;
 
 /// One step of all layers, checked against the f64 attention and the twin's words, and committed.
 pub(crate) fn step(rig: &mut DeviceRig<'_>, pushes: &[(TableId, u32)]) {

@@ -22,7 +22,7 @@ import { fileURLToPath } from 'node:url';
 
 const ENABLE = { f16: 'enable f16;', subgroups: 'enable subgroups;' };
 const FEATURES = ['shader-f16', 'subgroups'];
-// Dawn crashes once in some ten thousand shaders, whichever they are. So they are checked by processes of their own, some
+// Dawn crashes now and then, whichever shaders it is given. So they are checked by processes of their own, some
 // at a time; one that was ended by a signal has said nothing of its shaders, and is started again.
 const BATCH = 200;
 const ATTEMPTS = 3;

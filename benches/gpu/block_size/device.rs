@@ -60,16 +60,6 @@ pub(crate) fn reads(gpu: &Gpu, block_size: u32, twin: &mut BenchCache<'_>) -> Re
     Ok(Reads { gather_rate, gather_share, over_contiguous })
 }
 
-/// Our decode time with keys and values placed otherwise, over that with the library's own placement.
-pub(crate) fn placement(gpu: &Gpu, block_size: u32, placement: Placement) -> Result<f64, Failure> {
-    let mut ours = BenchCache::new(gpu, case(gpu, block_size), Placement::KeysThenValues)?;
-    let mut other = BenchCache::new(gpu, case(gpu, block_size), placement)?;
-    ours.time(Attention)?;
-    other.time(Attention)?;
-    same_results(&format!("{placement:?}"), &ours.results()?, &other.results()?)?;
-    Ok(interleaved(|| other.time(Attention), || ours.time(Attention))?.ratio)
-}
-
 /// Bytes that a step copies, and seconds of the kernel, when four sequences write into shared blocks at once.
 pub(crate) fn copies(gpu: &Gpu, block_size: u32) -> Result<(u64, f64), Failure> {
     let case = case(gpu, block_size);

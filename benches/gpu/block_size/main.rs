@@ -12,7 +12,7 @@ mod device;
 mod workloads;
 
 use bench_support::Failure;
-use bench_support::cache::BenchCache;
+use bench_support::cache::{BenchCache, placement_ratio};
 use bench_support::gpu::Gpu;
 use bench_support::stream::stream_rates;
 use bench_support::twins::Placement;
@@ -85,9 +85,10 @@ fn main() -> Result<(), Failure> {
     println!("\nwithin a block, decode time over that of keys, then values");
     println!("{:>6} {:>12} {:>12} {:>12}", "P", "two arrays", "per token", "key columns");
     for block_size in [16, 64, 256] {
-        let two = device::placement(&gpu, block_size, Placement::TwoArrays)?;
-        let per_token = device::placement(&gpu, block_size, Placement::PerToken)?;
-        let columns = device::placement(&gpu, block_size, Placement::KeyColumns)?;
+        let ratio = |placement| placement_ratio(&gpu, &device::case(&gpu, block_size), placement);
+        let two = ratio(Placement::TwoArrays)?;
+        let per_token = ratio(Placement::PerToken)?;
+        let columns = ratio(Placement::KeyColumns)?;
         println!("{block_size:>6} {two:>12.3} {per_token:>12.3} {columns:>12.3}");
     }
     Ok(())

@@ -10,7 +10,8 @@ use wgpu::ComputePass;
 use crate::Failure;
 use crate::faults::GpuFailure;
 use crate::gpu::Gpu;
-use crate::twins::Placement;
+use crate::pairs::interleaved;
+use crate::twins::{Placement, same_results};
 
 /// One sequence of a case.
 #[derive(Clone, Copy, Debug)]
@@ -272,6 +273,21 @@ impl<'a> BenchCache<'a> {
         let (arena, _) = self.attention.arena_layout().arena_of(layer);
         &self.attention.arena_buffers()[arena as usize]
     }
+}
+
+/// The time of a case's attention with keys and values at `placement`, within blocks, over that with the library's own
+/// placement; median of pairs that are run in turn.
+///
+/// # Errors
+/// As [`BenchCache::new`] and [`BenchCache::time`], and
+/// [`WrongResults`](crate::twins::WrongResults) when the two differ.
+pub fn placement_ratio(gpu: &Gpu, case: &Case, placement: Placement) -> Result<f64, Failure> {
+    let mut ours = BenchCache::new(gpu, case.clone(), Placement::KeysThenValues)?;
+    let mut other = BenchCache::new(gpu, case.clone(), placement)?;
+    ours.time(LayerPart::Attention)?;
+    other.time(LayerPart::Attention)?;
+    same_results(&format!("{placement:?}"), &ours.results()?, &other.results()?)?;
+    Ok(interleaved(|| other.time(LayerPart::Attention), || ours.time(LayerPart::Attention))?.ratio)
 }
 
 /// Rows of a step that fills the cache.
