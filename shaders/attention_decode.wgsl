@@ -4,7 +4,8 @@
 // Every element of K and V that is read serves all heads of the tile. A span that is its row's only one writes the
 // final result, the others a partial one with its maximum and sum for `attention_merge`.
 //
-// Twin: `reference::attention_decode`. Algorithm and source: `common/attention_core.wgsl`.
+// Twin: `reference::attention_decode`. Algorithm and source: `common/attention_core.wgsl`. The entry point is in
+// `common/attention_decode_subgroup.wgsl` or `common/attention_decode_workgroup.wgsl`.
 
 // All queries of a workgroup see the same keys.
 const CAUSAL = false;
@@ -19,8 +20,7 @@ fn partial_of(span: Span, query: u32) -> u32 {
     return span.partial;
 }
 
-@compute @workgroup_size(WORKGROUP)
-fn attention_decode(@builtin(workgroup_id) workgroup: vec3<u32>, invocation: Invocation) {
+fn decode(workgroup: vec3<u32>, invocation: Invocation) {
     let per_item = layer.num_kv_heads * layer.head_tiles;
     let index = workgroup_index(workgroup);
     if (index >= plan.num_decode_items * per_item) {

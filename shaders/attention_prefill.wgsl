@@ -5,7 +5,8 @@
 // it comes. Rows are causal, aligned to the end of the context: row `i` of `n` sees the first `context - n + i + 1` keys.
 // A tile's only span writes the final result of its queries, others partial ones, a row's `num_spans` of them in a row.
 //
-// Twin: `reference::attention_prefill`. Algorithm and source: `common/attention_core.wgsl`.
+// Twin: `reference::attention_prefill`. Algorithm and source: `common/attention_core.wgsl`. The entry point is in
+// `common/attention_prefill_subgroup.wgsl` or `common/attention_prefill_workgroup.wgsl`.
 
 // The queries of a workgroup may see different numbers of keys.
 const CAUSAL = true;
@@ -26,8 +27,7 @@ fn row_in_tile(span: Span, query: u32) -> u32 {
     return (span.first_query + query) / heads - span.first_query / heads;
 }
 
-@compute @workgroup_size(WORKGROUP)
-fn attention_prefill(@builtin(workgroup_id) workgroup: vec3<u32>, invocation: Invocation) {
+fn prefill(workgroup: vec3<u32>, invocation: Invocation) {
     let index = workgroup_index(workgroup);
     if (index >= plan.num_prefill_items * layer.num_kv_heads) {
         return;

@@ -3,10 +3,10 @@
 // the conditions, because `num_subgroups` does not pass for uniform; a workgroup of one subgroup pays nothing for them.
 
 struct Invocation {
-    @builtin(local_invocation_index) lane: u32,
-    @builtin(subgroup_id) subgroup: u32,
-    @builtin(num_subgroups) num_subgroups: u32,
-    @builtin(subgroup_invocation_id) subgroup_lane: u32,
+    lane: u32,
+    subgroup: u32,
+    num_subgroups: u32,
+    subgroup_lane: u32,
 }
 
 // Leaves every subgroup's values in `scratch`, `[subgroup][query]`.

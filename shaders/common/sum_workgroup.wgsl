@@ -2,7 +2,7 @@
 // written, eight invocations per four queries reduce eight each, and every invocation reduces those eight results.
 
 struct Invocation {
-    @builtin(local_invocation_index) lane: u32,
+    lane: u32,
 }
 
 const PARTS = WORKGROUP / 8u;

@@ -1,10 +1,10 @@
 //! From a variant's key to its WGSL text: a generated header, then fragments.
 //!
 //! There is no preprocessor. What differs between variants is a constant of the header, or a fragment that another one
-//! with equal function names replaces (subgroup or workgroup reductions, f16 or f32 rows). Two things are unrolled by
-//! text, because register arrays with a loop over them are at the mercy of four shader compilers: a line that contains
-//! `_Q` is written once per query of the workgroup, with the query's number in place of the `Q`, and one that contains
-//! `_J` once per key of an invocation.
+//! with equal function names replaces (subgroup or workgroup reductions and their entry points, f16 or f32 rows). Two
+//! things are unrolled by text, because register arrays with a loop over them are at the mercy of four shader compilers:
+//! a line that contains `_Q` is written once per query of the workgroup, with the query's number in place of the `Q`, and
+//! one that contains `_J` once per key of an invocation.
 //!
 //! The set of keys is finite: [`all_variants`] names them all, [`sample_variants`] a part that has every pair of choices.
 
@@ -220,6 +220,12 @@ impl VariantKey {
                 fragments.push(match self.kernel {
                     Kernel::AttentionDecode => fragment!("attention_decode.wgsl"),
                     _ => fragment!("attention_prefill.wgsl"),
+                });
+                fragments.push(match (self.kernel, self.subgroups) {
+                    (Kernel::AttentionDecode, true) => fragment!("common/attention_decode_subgroup.wgsl"),
+                    (Kernel::AttentionDecode, false) => fragment!("common/attention_decode_workgroup.wgsl"),
+                    (_, true) => fragment!("common/attention_prefill_subgroup.wgsl"),
+                    (_, false) => fragment!("common/attention_prefill_workgroup.wgsl"),
                 });
             }
         }
