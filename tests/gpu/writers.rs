@@ -22,9 +22,13 @@ pub(crate) struct Validated {
 ///
 /// With naga's message, if it refuses the variant.
 pub(crate) fn validated(key: &VariantKey) -> Validated {
-    let text = key.wgsl();
-    let module = naga::front::wgsl::parse_str(&text)
-        .unwrap_or_else(|error| panic!("{key}: {}", error.emit_to_string(&text)));
+    validated_text(key, &key.wgsl())
+}
+
+/// The same with another text for the variant, one with the same entry point.
+pub(crate) fn validated_text(key: &VariantKey, text: &str) -> Validated {
+    let module = naga::front::wgsl::parse_str(text)
+        .unwrap_or_else(|error| panic!("{key}: {}", error.emit_to_string(text)));
     // The first is no feature: every backend but old OpenGL has it, wgpu calls it a downlevel flag.
     let mut capabilities = Capabilities::SHADER_FLOAT16_IN_FLOAT32;
     capabilities.set(Capabilities::SUBGROUP, key.subgroups());
@@ -32,7 +36,7 @@ pub(crate) fn validated(key: &VariantKey) -> Validated {
     validator.subgroup_operations(SubgroupOperationSet::all());
     validator.subgroup_stages(naga::valid::ShaderStages::COMPUTE);
     let info =
-        validator.validate(&module).unwrap_or_else(|error| panic!("{key}: {}", error.emit_to_string(&text)));
+        validator.validate(&module).unwrap_or_else(|error| panic!("{key}: {}", error.emit_to_string(text)));
     Validated { key: *key, module, info }
 }
 
@@ -86,8 +90,18 @@ impl Validated {
         (text, self.only(translation.entry_point_names))
     }
 
-    /// The text for DX12, and the entry point's name in it: shader model 6.0 with subgroup operations, else 5.1.
+    /// The text for the lowest shader model that the variant needs on DX12, and the entry point's name in it.
     pub(crate) fn hlsl(&self, checked: bool) -> (String, String) {
+        // Without DXC there is no wave intrinsic, and wgpu offers no subgroups.
+        let lowest = match self.key.subgroups() {
+            true => hlsl::ShaderModel::V6_0,
+            false => hlsl::ShaderModel::V5_1,
+        };
+        self.hlsl_for(lowest, checked)
+    }
+
+    /// The text for DX12 with a shader model, and the entry point's name in it.
+    pub(crate) fn hlsl_for(&self, shader_model: hlsl::ShaderModel, checked: bool) -> (String, String) {
         // wgpu's numbering: a register class's own count through groups and bindings.
         let mut registers = [0; 3];
         let mut binding_map = hlsl::BindingMap::default();
@@ -98,11 +112,7 @@ impl Validated {
             binding_map.insert(binding, hlsl::BindTarget { register, ..Default::default() });
         }
         let options = hlsl::Options {
-            // Without DXC there is no wave intrinsic, and wgpu offers no subgroups.
-            shader_model: match self.key.subgroups() {
-                true => hlsl::ShaderModel::V6_0,
-                false => hlsl::ShaderModel::V5_1,
-            },
+            shader_model,
             binding_map,
             fake_missing_bindings: false,
             zero_initialize_workgroup_memory: false,
