@@ -169,6 +169,9 @@ pub(super) struct PrefixCache {
     /// Traces of blocks that are gone, at a place that the hash names.
     evicted: Vec<u32>,
     num_nodes: u32,
+    /// Nodes that walks down the tree have come by: what tests of costs count.
+    #[cfg(test)]
+    pub(super) visits: std::cell::Cell<u64>,
 }
 
 impl PrefixCache {
@@ -188,6 +191,8 @@ impl PrefixCache {
             root_of: HashMap::new(),
             evicted: vec![0; (num_buckets / 4).max(64)],
             num_nodes: 0,
+            #[cfg(test)]
+            visits: std::cell::Cell::default(),
         }
     }
 
@@ -430,10 +435,14 @@ impl PrefixCache {
     /// A node without children below `block`, or `block` itself.
     pub(super) fn last_descendant(&self, block: BlockId) -> BlockId {
         let mut at = block.0;
-        while self.node(at).first_child != NONE {
-            at = self.node(at).first_child;
+        loop {
+            #[cfg(test)]
+            self.visits.set(self.visits.get() + 1);
+            match self.node(at).first_child {
+                NONE => return BlockId(at),
+                child => at = child,
+            }
         }
-        BlockId(at)
     }
 
     /// Removes a node that has no children.

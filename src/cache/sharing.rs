@@ -84,6 +84,9 @@ impl KvCache {
     ///
     /// # Errors
     /// [`CacheError::UnknownTable`].
+    ///
+    /// # Complexity
+    /// O(blocks forgotten + tables + entries of tables that are found no more).
     pub fn forget_prefix(&mut self, table: TableId, first: u32) -> Result<(), CacheError> {
         let row = self.live(table)?;
         if first < row.registered {
@@ -242,21 +245,23 @@ impl KvCache {
         if let Some(prefix) = &mut self.prefix {
             prefix.note_eviction(block, MissReason::Evicted);
         }
-        self.evictions += 1;
-        self.forget_from(block);
+        self.evictions += u64::from(self.forget_from(block));
     }
 
-    /// Removes a node and whatever continues it.
-    pub(super) fn forget_from(&mut self, block: BlockId) {
-        let Some(prefix) = &mut self.prefix else { return };
-        loop {
-            let last = prefix.last_descendant(block);
+    /// Removes a node and whatever continues it, the last first. Returns how many nodes that were. O(that many): the walk
+    /// goes on from the parent of what it has removed.
+    pub(super) fn forget_from(&mut self, block: BlockId) -> u32 {
+        let Some(prefix) = &mut self.prefix else { return 0 };
+        let mut removed = 0;
+        let mut at = Some(block);
+        while let Some(node) = at {
+            let last = prefix.last_descendant(node);
+            at = prefix.parent(last).filter(|_| last != block);
             prefix.remove(last);
             self.pool.set_uncached(last);
-            if last == block {
-                break;
-            }
+            removed += 1;
         }
+        removed
     }
 
     /// Keeps within the cap.
