@@ -154,6 +154,13 @@ pub enum CacheError {
         /// The stale id.
         table: TableId,
     },
+    /// The table is another cache's.
+    ForeignTable {
+        /// The table.
+        table: TableId,
+        /// This cache.
+        cache: u64,
+    },
     /// The outstanding step writes through the table.
     InStep {
         /// The table.
@@ -225,6 +232,9 @@ impl fmt::Display for CacheError {
             }
             Self::NoFreeTable { max_sequences } => write!(f, "all {max_sequences} block tables are taken"),
             Self::UnknownTable { table } => write!(f, "{table:?} was released"),
+            Self::ForeignTable { table, cache } => {
+                write!(f, "{table:?} belongs to cache {}, not to cache {cache}", table.cache)
+            }
             Self::InStep { table, step } => {
                 write!(f, "{table:?} is written by step {}, which is outstanding", step.raw())
             }

@@ -18,6 +18,11 @@ pub const PADDING_SLOT: u32 = u32::MAX;
 pub struct BlockId(pub(crate) u32);
 
 impl BlockId {
+    /// The block with this index. A pool may have fewer: whoever takes a block id says what it makes of one that it lacks.
+    pub fn new(index: u32) -> Self {
+        Self(index)
+    }
+
     /// The block's index, `0..num_blocks`, as shaders see it.
     pub fn index(self) -> u32 {
         self.0
@@ -32,9 +37,12 @@ impl fmt::Debug for BlockId {
 
 /// A block table of a [`KvCache`](crate::KvCache): the key-value state of one sequence.
 ///
-/// The generation makes a released id stale: using it again is refused, even when its row has a new owner.
+/// It knows the cache that opened it, and every other one refuses it. The generation makes a released id stale: using it
+/// again is refused, even when its row has a new owner.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TableId {
+    /// The [instance](crate::KvCache::instance) of its cache.
+    pub(crate) cache: u64,
     pub(crate) row: u32,
     pub(crate) generation: u32,
 }

@@ -27,11 +27,12 @@ pub enum BlockState {
 }
 
 impl KvCache {
-    /// What `block` is.
-    ///
-    /// # Panics
-    /// For a block that this cache does not have: one of a larger cache.
-    pub fn block_state(&self, block: BlockId) -> BlockState {
+    /// What `block` is; `None` for a block that this cache does not have: one of a larger cache.
+    pub fn block_state(&self, block: BlockId) -> Option<BlockState> {
+        (block.0 < self.pool.num_blocks()).then(|| self.state_of(block))
+    }
+
+    fn state_of(&self, block: BlockId) -> BlockState {
         match self.pool.ref_count(block) {
             0 if self.pool.is_pinned(block) => BlockState::InTransfer,
             0 if self.pool.is_cached(block) => BlockState::Cached { retention: self.pool.retention(block) },
@@ -42,6 +43,6 @@ impl KvCache {
 
     /// Every block of the pool with what it is, by index. Allocates nothing.
     pub fn block_states(&self) -> impl ExactSizeIterator<Item = (BlockId, BlockState)> + '_ {
-        (0..self.pool.num_blocks()).map(|index| (BlockId(index), self.block_state(BlockId(index))))
+        (0..self.pool.num_blocks()).map(|index| (BlockId(index), self.state_of(BlockId(index))))
     }
 }

@@ -37,11 +37,9 @@ impl KvCache {
         }
         for row in 0..self.tables.len() {
             let table = &self.tables[row];
-            if !table.live || table.blocks.is_empty() {
-                continue;
+            if table.live && !table.blocks.is_empty() {
+                self.empty(self.id_of(row));
             }
-            let id = TableId { row: row as u32, generation: table.generation };
-            self.empty(id);
         }
         if !fault!(LostBlocksFound) {
             self.forget_all_prefixes();

@@ -171,9 +171,8 @@ impl KvCache {
         }
         let no_free = CacheError::NoFreeTable { max_sequences: self.config.max_sequences() };
         let row = self.free_rows.pop().ok_or(no_free)?;
-        let table = &mut self.tables[row as usize];
-        table.open(self.config.layout().blocks_for(max_tokens));
-        Ok(TableId { row, generation: table.generation })
+        self.tables[row as usize].open(self.config.layout().blocks_for(max_tokens));
+        Ok(self.id_of(row as usize))
     }
 
     /// A second table that shares the first `at` tokens of `parent` and may grow to `max_tokens`.
@@ -182,7 +181,7 @@ impl KvCache {
     ///
     /// # Errors
     /// [`CacheError::BeyondLength`] when `at` exceeds the parent's length, [`CacheError::InStep`] when the outstanding
-    /// step writes through the parent, and as [`create`](Self::create).
+    /// step writes through the parent, as [`create`](Self::create), and for the parent as [`len`](Self::len).
     ///
     /// # Complexity
     /// O(blocks shared).
@@ -220,7 +219,8 @@ impl KvCache {
     /// Shortens a table to `len` tokens and gives back the blocks behind them, the last first.
     ///
     /// # Errors
-    /// [`CacheError::BeyondLength`] when it is shorter already, [`CacheError::InStep`] while a step writes through it.
+    /// [`CacheError::BeyondLength`] when it is shorter already, [`CacheError::InStep`] while a step writes through it, and
+    /// as [`len`](Self::len).
     pub fn truncate(&mut self, table: TableId, len: u32) -> Result<(), CacheError> {
         let current = self.idle(table)?.len;
         if len > current {
@@ -234,7 +234,8 @@ impl KvCache {
     /// Gives back all blocks of a table, the last first, and the table itself. The id is stale from then on.
     ///
     /// # Errors
-    /// [`CacheError::UnknownTable`] when it was released before, [`CacheError::InStep`] while a step writes through it.
+    /// [`CacheError::UnknownTable`] when it was released before, [`CacheError::ForeignTable`] for another cache's,
+    /// [`CacheError::InStep`] while a step writes through it.
     pub fn release(&mut self, table: TableId) -> Result<(), CacheError> {
         self.idle(table)?;
         self.close(table);
@@ -302,7 +303,7 @@ impl KvCache {
     /// Tokens in a table, those of the outstanding step included.
     ///
     /// # Errors
-    /// [`CacheError::UnknownTable`] when it was released.
+    /// [`CacheError::UnknownTable`] when it was released, [`CacheError::ForeignTable`] for another cache's.
     pub fn len(&self, table: TableId) -> Result<u32, CacheError> {
         Ok(self.live(table)?.len)
     }
@@ -310,14 +311,14 @@ impl KvCache {
     /// The table's blocks, in order, as far as they are in the pool: those that are swapped out follow them.
     ///
     /// # Errors
-    /// [`CacheError::UnknownTable`] when it was released.
+    /// [`CacheError::UnknownTable`] when it was released, [`CacheError::ForeignTable`] for another cache's.
     pub fn block_ids(&self, table: TableId) -> Result<&[BlockId], CacheError> {
         Ok(&self.live(table)?.blocks)
     }
 
-    /// How many tables hold `block`; 0 for a free one.
+    /// How many tables hold `block`: 0 for a free one, and for one that this cache does not have.
     pub fn ref_count(&self, block: BlockId) -> u32 {
-        self.pool.ref_count(block)
+        if block.0 < self.pool.num_blocks() { self.pool.ref_count(block) } else { 0 }
     }
 
     /// Blocks that can be allocated now: free ones, and cached ones that may be evicted.
@@ -330,7 +331,15 @@ impl KvCache {
         self.free_rows.len() as u32
     }
 
+    /// The id of the table that has a row now.
+    fn id_of(&self, row: usize) -> TableId {
+        TableId { cache: self.instance, row: row as u32, generation: self.tables[row].generation }
+    }
+
     fn live(&self, table: TableId) -> Result<&BlockTable, CacheError> {
+        if table.cache != self.instance {
+            return Err(CacheError::ForeignTable { table, cache: self.instance });
+        }
         match self.tables.get(table.row as usize) {
             Some(row) if row.live && row.generation == table.generation => Ok(row),
             _ => Err(CacheError::UnknownTable { table }),

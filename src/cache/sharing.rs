@@ -62,8 +62,8 @@ impl KvCache {
     /// same history takes the place of the table's own.
     ///
     /// # Errors
-    /// [`CacheError::BeyondLength`] for more tokens than the table holds, [`CacheError::InStep`],
-    /// [`CacheError::UnknownTable`].
+    /// [`CacheError::BeyondLength`] for more tokens than the table holds, [`CacheError::InStep`], and as
+    /// [`len`](Self::len).
     pub fn register_prefix(
         &mut self,
         table: TableId,
@@ -83,7 +83,7 @@ impl KvCache {
     /// Forgets all blocks of a table from the `first`-th on, and whatever continues them: nobody finds them any more.
     ///
     /// # Errors
-    /// [`CacheError::UnknownTable`].
+    /// As [`len`](Self::len).
     ///
     /// # Complexity
     /// O(blocks forgotten + tables + entries of tables that are found no more).

@@ -35,7 +35,7 @@ impl KvCache {
     /// table may grow to): new blocks, and one for the copy of a shared last block.
     ///
     /// # Errors
-    /// [`CacheError::UnknownTable`] when it was released.
+    /// As [`len`](Self::len).
     pub fn blocks_needed(&self, table: TableId, num_tokens: u32, lookahead: u32) -> Result<u32, CacheError> {
         let table = self.live(table)?;
         let new = self.new_blocks(table, num_tokens, lookahead);

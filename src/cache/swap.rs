@@ -134,7 +134,8 @@ impl KvCache {
                 row.host.pop_front();
                 row.blocks.push(block);
                 row.mark_dirty(row.blocks.len() - 1);
-                host.note_return(step, TableId { row: index as u32, generation: row.generation });
+                let (cache, generation) = (self.instance, row.generation);
+                host.note_return(step, TableId { cache, row: index as u32, generation });
                 holders += 1;
             }
         }
@@ -199,8 +200,7 @@ impl KvCache {
             let table = &self.tables[row];
             let Some(first) = table.host.iter().position(|slot| slots.contains(slot)) else { continue };
             let keep = (table.blocks.len() + first) as u32;
-            let id = TableId { row: row as u32, generation: table.generation };
-            self.shrink(id, keep);
+            self.shrink(self.id_of(row), keep);
             self.tables[row].len = self.tables[row].len.min(keep * block_size);
         }
     }

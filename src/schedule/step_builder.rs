@@ -98,7 +98,7 @@ impl<'a> StepBuilder<'a> {
     /// # Errors
     /// [`CacheError::NoFreeBlocks`] when the pool cannot hold them and [`CacheError::ExceedsTable`] when the table
     /// cannot: nothing has changed then. [`CacheError::InStep`] when the table has rows in this step already,
-    /// [`CacheError::NoTokens`] for an empty push.
+    /// [`CacheError::NoTokens`] for an empty push, [`CacheError::UnknownTable`], [`CacheError::ForeignTable`].
     pub fn push(&mut self, table: TableId, tokens: &[TokenId]) -> Result<Range<u32>, CacheError> {
         if tokens.is_empty() {
             return Err(CacheError::NoTokens { table });
@@ -113,7 +113,8 @@ impl<'a> StepBuilder<'a> {
     /// table is cut to what it holds elsewhere.
     ///
     /// # Errors
-    /// [`CacheError::HostPoolFull`], [`CacheError::InStep`], [`CacheError::UnknownTable`]. Nothing has changed then.
+    /// [`CacheError::HostPoolFull`], [`CacheError::InStep`], [`CacheError::UnknownTable`],
+    /// [`CacheError::ForeignTable`]. Nothing has changed then.
     pub fn swap_out(&mut self, table: TableId) -> Result<u32, CacheError> {
         self.cache.swap_out(table, None)
     }
@@ -121,8 +122,8 @@ impl<'a> StepBuilder<'a> {
     /// Brings a table's blocks back from the host pool, bit for bit.
     ///
     /// # Errors
-    /// [`CacheError::NoFreeBlocks`], [`CacheError::InTransfer`], [`CacheError::InStep`], [`CacheError::UnknownTable`].
-    /// Nothing has changed then.
+    /// [`CacheError::NoFreeBlocks`], [`CacheError::InTransfer`], [`CacheError::InStep`], [`CacheError::UnknownTable`],
+    /// [`CacheError::ForeignTable`]. Nothing has changed then.
     pub fn swap_in(&mut self, table: TableId) -> Result<(), CacheError> {
         self.cache.swap_in(table)
     }

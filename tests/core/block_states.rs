@@ -7,7 +7,7 @@ pub(crate) fn assert_states_sum(cache: &KvCache) {
     let (mut free, mut cached, mut held, mut shared, mut in_transfer) = (0, 0, 0, 0, 0);
     for (place, (block, state)) in cache.block_states().enumerate() {
         assert_eq!(block.index() as usize, place, "blocks come by index");
-        assert_eq!(cache.block_state(block), state);
+        assert_eq!(cache.block_state(block), Some(state));
         match state {
             BlockState::Free => free += 1,
             BlockState::Cached { .. } => cached += 1,

@@ -5,6 +5,7 @@ mod block_states;
 mod bug_cases;
 mod cache_bugs;
 mod cache_model;
+mod cache_refusals;
 mod config_numbers;
 mod drafts;
 #[cfg(feature = "faults")]

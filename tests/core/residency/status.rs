@@ -11,7 +11,7 @@ fn status(served: &Served, id: RequestId) -> (SequenceState, u32, u32, usize, u3
     let seen = served.scheduler.status(id).unwrap();
     for block in seen.blocks {
         let state = served.scheduler.cache().block_state(*block);
-        assert!(matches!(state, BlockState::Held { .. }), "{block:?} is in a table and {state:?}");
+        assert!(matches!(state, Some(BlockState::Held { .. })), "{block:?} is in a table and {state:?}");
     }
     let host = (seen.host_blocks, seen.preemptions);
     (seen.state, seen.tokens, seen.computed_tokens, seen.blocks.len(), host.0, host.1)
@@ -59,13 +59,13 @@ fn a_kept_sequence_holds_its_blocks_and_a_branch_shares_them_until_both_end() {
     let shared = served.scheduler.status(branch).unwrap().blocks.to_vec();
     assert_eq!(shared, served.scheduler.status(first).unwrap().blocks[..2]);
     for block in &shared {
-        assert_eq!(served.scheduler.cache().block_state(*block), BlockState::Held { tables: 2 });
+        assert_eq!(served.scheduler.cache().block_state(*block), Some(BlockState::Held { tables: 2 }));
     }
     assert!(served.scheduler.abort(branch));
     assert!(served.scheduler.abort(first));
     served.check();
     for block in shared {
-        let cached = BlockState::Cached { retention: Retention::default() };
+        let cached = Some(BlockState::Cached { retention: Retention::default() });
         assert_eq!(served.scheduler.cache().block_state(block), cached);
     }
 }

@@ -1,0 +1,73 @@
+//! What a cache and its steps refuse: ids that are not theirs, and numbers that cannot be.
+
+use paged_kv::{
+    BlockId, CacheConfig, CacheError, KvCache, KvType, ModelShape, Namespace, StepBuilder, TableId,
+};
+
+const SHAPE: ModelShape = ModelShape { num_layers: 1, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
+
+/// A pool of blocks of four tokens, with the prefix cache and a host pool of the same size.
+fn cache(num_blocks: u32) -> KvCache {
+    let config = CacheConfig::for_blocks(num_blocks, &SHAPE, KvType::F32).unwrap();
+    let config = config.with_block_size(4).unwrap().with_host_blocks(num_blocks).unwrap();
+    let mut cache = KvCache::new(config);
+    cache.enable_prefix_cache(None).unwrap();
+    cache
+}
+
+/// A table with these tokens, committed.
+fn table(cache: &mut KvCache, tokens: &[u32]) -> TableId {
+    let table = cache.create(cache.config().max_sequence_tokens()).unwrap();
+    let mut step = StepBuilder::new(cache);
+    step.push(table, tokens).unwrap();
+    let plan = step.finish();
+    cache.commit_step(plan).unwrap();
+    table
+}
+
+#[test]
+fn a_table_of_another_cache_is_refused_by_every_function_and_nothing_changes() {
+    let (mut home, mut other) = (cache(8), cache(8));
+    let own = table(&mut home, &[1, 2, 3, 4, 5]);
+    let foreign = table(&mut other, &[6, 7, 8, 9, 10]);
+    assert_eq!((own.row(), home.len(own)), (foreign.row(), Ok(5)));
+    assert_ne!(own, foreign, "they have the same row, and are not the same");
+    let before = (home.stats(), home.block_ids(own).unwrap().to_vec());
+    let namespace = Namespace::default();
+
+    let refused = CacheError::ForeignTable { table: foreign, cache: home.instance() };
+    assert_eq!(home.len(foreign), Err(refused));
+    assert_eq!(home.block_ids(foreign), Err(refused));
+    assert_eq!(home.blocks_needed(foreign, 1, 0), Err(refused));
+    assert_eq!(home.fork(foreign, 1, 8), Err(refused));
+    assert_eq!(home.truncate(foreign, 1), Err(refused));
+    assert_eq!(home.release(foreign), Err(refused));
+    assert_eq!(home.register_prefix(foreign, &namespace, &[1, 2, 3, 4]), Err(refused));
+    assert_eq!(home.forget_prefix(foreign, 0), Err(refused));
+    let mut step = StepBuilder::new(&mut home);
+    assert_eq!(step.push(foreign, &[1]), Err(refused));
+    assert_eq!(step.swap_out(foreign), Err(refused));
+    assert_eq!(step.swap_in(foreign), Err(refused));
+    drop(step);
+
+    assert_eq!((home.stats(), home.block_ids(own).unwrap().to_vec()), before);
+    home.assert_consistent();
+    let message = refused.to_string();
+    for cache in [&home, &other] {
+        assert!(message.contains(&format!("cache {}", cache.instance())), "{message}");
+    }
+}
+
+#[test]
+fn a_block_that_a_pool_does_not_have_is_in_no_table_and_in_no_state() {
+    let mut cache = cache(3);
+    let table = table(&mut cache, &[1; 5]);
+    let held = BlockId::new(1);
+    assert_eq!((held, held.index()), (cache.block_ids(table).unwrap()[1], 1));
+    assert_eq!(cache.ref_count(held), 1);
+    for index in [3, 4, u32::MAX] {
+        assert_eq!(cache.ref_count(BlockId::new(index)), 0);
+        assert_eq!(cache.block_state(BlockId::new(index)), None);
+    }
+    assert_eq!((0..=3).map(BlockId::new).filter(|&block| cache.block_state(block).is_some()).count(), 3);
+}
