@@ -308,7 +308,8 @@ impl KvCache {
         Ok(self.live(table)?.len)
     }
 
-    /// The table's blocks, in order, as far as they are in the pool: those that are swapped out follow them.
+    /// The table's blocks, in order, as far as they are in the pool: [those that are swapped out](Self::host_blocks_of)
+    /// follow them.
     ///
     /// # Errors
     /// [`CacheError::UnknownTable`] when it was released, [`CacheError::ForeignTable`] for another cache's.

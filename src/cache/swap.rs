@@ -83,9 +83,13 @@ impl KvCache {
         self.step_outs.push(BlockSwap { block: block.0, host_slot: slot.0 });
     }
 
-    /// Whether blocks of a table are in the host pool.
-    pub(crate) fn host_blocks_of(&self, table: TableId) -> u32 {
-        self.live(table).map_or(0, |row| row.host.len() as u32)
+    /// Blocks of a table that are in the host pool, or on their way there. They follow those that
+    /// [`block_ids`](Self::block_ids) names.
+    ///
+    /// # Errors
+    /// As [`len`](Self::len).
+    pub fn host_blocks_of(&self, table: TableId) -> Result<u32, CacheError> {
+        Ok(self.live(table)?.host.len() as u32)
     }
 
     /// Whether all of a table's blocks in the host pool have arrived there.

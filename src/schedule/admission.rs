@@ -78,7 +78,7 @@ impl Scheduler {
             return Err(Lacking::Table);
         }
         let table = self.get(index).table;
-        let returns = table.is_some_and(|table| self.cache.host_blocks_of(table) > 0);
+        let returns = table.is_some_and(|table| self.cache.host_blocks_of(table).unwrap_or(0) > 0);
         let busy = returns && self.cache.num_transfers() >= MAX_STEPS_IN_TRANSFER;
         if busy || table.is_some_and(|table| !self.cache.can_return(table)) {
             return Err(Lacking::Transfers);
@@ -104,7 +104,7 @@ impl Scheduler {
             self.get_mut(index).table = Some(table);
             self.adopt_prefix(index);
         }
-        if let Some(table) = table.filter(|&table| self.cache.host_blocks_of(table) > 0) {
+        if let Some(table) = table.filter(|&table| self.cache.host_blocks_of(table).unwrap_or(0) > 0) {
             self.cache.swap_in(table).map_err(|_| Lacking::Transfers)?;
             self.stats.swaps_in += 1;
         }
@@ -234,7 +234,7 @@ impl Scheduler {
 
     /// Blocks of a sequence in the host pool.
     pub(super) fn blocks_returning(&self, index: Index) -> u32 {
-        self.get(index).table.map_or(0, |table| self.cache.host_blocks_of(table))
+        self.get(index).table.map_or(0, |table| self.cache.host_blocks_of(table).unwrap_or(0))
     }
 
     /// Whether a sequence may not be preempted any more (I9).

@@ -126,7 +126,7 @@ impl Scheduler {
     /// Moves what a victim held together with other victims to where its other blocks are.
     pub(super) fn evict_rest(&mut self, index: Index, requester: Index) {
         let spared = self.get(requester).table;
-        match self.get(index).table.filter(|&table| self.cache.host_blocks_of(table) > 0) {
+        match self.get(index).table.filter(|&table| self.cache.host_blocks_of(table).unwrap_or(0) > 0) {
             Some(table) if self.cache.swap_out(table, spared).is_ok() => {}
             _ => self.release_table(index),
         }
@@ -208,17 +208,11 @@ impl Scheduler {
     /// Idle sequences give up their blocks in the host pool, least recently finished first, if that makes room.
     fn make_host_room(&mut self, needed: u32, victim: Index) {
         let idle = |scheduler: &Self| {
-            let on_host = |&&other: &&Index| {
-                let table = scheduler.get(other).table;
-                other != victim && table.is_some_and(|table| scheduler.cache.host_blocks_of(table) > 0)
-            };
+            let on_host = |&&other: &&Index| other != victim && scheduler.blocks_returning(other) > 0;
             scheduler.kept.iter().filter(on_host).copied().collect::<Vec<Index>>()
         };
-        let blocks = |scheduler: &Self, index: Index| {
-            scheduler.get(index).table.map_or(0, |table| scheduler.cache.host_blocks_of(table))
-        };
         let candidates = idle(self);
-        let most: u32 = candidates.iter().map(|&other| blocks(self, other)).sum();
+        let most: u32 = candidates.iter().map(|&other| self.blocks_returning(other)).sum();
         if self.cache.free_host_blocks() >= needed || self.cache.free_host_blocks() + most < needed {
             return;
         }

@@ -39,7 +39,7 @@ impl Scheduler {
             tokens: sequence.len(),
             computed_tokens: sequence.computed,
             blocks: table.and_then(|table| self.cache.block_ids(table).ok()).unwrap_or_default(),
-            host_blocks: table.map_or(0, |table| self.cache.host_blocks_of(table)),
+            host_blocks: table.map_or(0, |table| self.cache.host_blocks_of(table).unwrap_or(0)),
             preemptions: sequence.preemptions,
         })
     }

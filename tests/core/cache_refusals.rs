@@ -38,6 +38,7 @@ fn a_table_of_another_cache_is_refused_by_every_function_and_nothing_changes() {
     let refused = CacheError::ForeignTable { table: foreign, cache: home.instance() };
     assert_eq!(home.len(foreign), Err(refused));
     assert_eq!(home.block_ids(foreign), Err(refused));
+    assert_eq!(home.host_blocks_of(foreign), Err(refused));
     assert_eq!(home.blocks_needed(foreign, 1, 0), Err(refused));
     assert_eq!(home.fork(foreign, 1, 8), Err(refused));
     assert_eq!(home.truncate(foreign, 1), Err(refused));
@@ -70,4 +71,20 @@ fn a_block_that_a_pool_does_not_have_is_in_no_table_and_in_no_state() {
         assert_eq!(cache.block_state(BlockId::new(index)), None);
     }
     assert_eq!((0..=3).map(BlockId::new).filter(|&block| cache.block_state(block).is_some()).count(), 3);
+}
+
+#[test]
+fn a_table_says_how_many_of_its_blocks_are_in_the_host_pool() {
+    let mut cache = cache(8);
+    let long = table(&mut cache, &[1; 10]);
+    let child = cache.fork(long, 4, 12).unwrap();
+    assert_eq!((cache.host_blocks_of(long), cache.block_ids(long).unwrap().len()), (Ok(0), 3));
+    let mut step = StepBuilder::new(&mut cache);
+    assert_eq!(step.swap_out(long), Ok(2), "the first block is the child's, too");
+    let plan = step.finish();
+    assert_eq!((cache.host_blocks_of(long), cache.block_ids(long).unwrap().len()), (Ok(2), 1));
+    assert_eq!(cache.host_blocks_of(child), Ok(0));
+    cache.commit_step(plan).unwrap();
+    cache.release(long).unwrap();
+    assert_eq!(cache.host_blocks_of(long), Err(CacheError::UnknownTable { table: long }));
 }
