@@ -12,7 +12,9 @@ pub(super) struct BlockTable {
     pub(super) host: VecDeque<HostSlot>,
     /// Tokens whose slots are taken, the outstanding step's included.
     pub(super) len: u32,
-    /// Blocks this table may grow to; fixed when it is created.
+    /// Tokens this table may hold.
+    pub(super) max_tokens: u32,
+    /// Blocks that hold them: it may grow to as many.
     pub(super) max_blocks: u32,
     /// Entries from here on may differ from what the device has. Lowered by every change, raised only by a commit.
     pub(super) dirty_from: u32,
@@ -29,10 +31,11 @@ pub(super) struct BlockTable {
 
 impl BlockTable {
     /// Takes the row for a new sequence. Its vector grows to `max_blocks` at once, so later growth reallocates nothing.
-    pub(super) fn open(&mut self, max_blocks: u32) {
+    pub(super) fn open(&mut self, max_tokens: u32, max_blocks: u32) {
         debug_assert!(!self.live && self.num_blocks() == 0, "a live table is opened again");
         self.blocks.reserve(max_blocks as usize);
         self.len = 0;
+        self.max_tokens = max_tokens;
         self.max_blocks = max_blocks;
         self.dirty_from = 0;
         self.registered = 0;

@@ -21,7 +21,9 @@ impl KvCache {
             assert!(table.live || table.num_blocks() == 0, "I1: released table {row} holds blocks");
             let used = layout.blocks_for(table.len);
             assert!(!table.live || used <= table.num_blocks(), "I4: table {row} is longer than its blocks");
-            assert!(table.num_blocks() <= table.max_blocks, "I10: table {row} outgrew its declared maximum");
+            let fits =
+                table.num_blocks() <= table.max_blocks && (!table.live || table.len <= table.max_tokens);
+            assert!(fits, "I10: table {row} outgrew its declared maximum");
             assert!(
                 table.dirty_from as usize <= table.blocks.len(),
                 "table {row} has unsent entries beyond its end"

@@ -156,7 +156,7 @@ impl KvCache {
         self.instance
     }
 
-    /// Opens a table for a sequence of at most `max_tokens` tokens. It holds no block yet.
+    /// Opens a table for a sequence of at most `max_tokens` tokens: a push beyond them is refused. It holds no block yet.
     ///
     /// # Errors
     /// [`CacheError::ExceedsTable`] when a table cannot hold that many, [`CacheError::NoFreeTable`] when all are taken.
@@ -171,7 +171,7 @@ impl KvCache {
         }
         let no_free = CacheError::NoFreeTable { max_sequences: self.config.max_sequences() };
         let row = self.free_rows.pop().ok_or(no_free)?;
-        self.tables[row as usize].open(self.config.layout().blocks_for(max_tokens));
+        self.tables[row as usize].open(max_tokens, self.config.layout().blocks_for(max_tokens));
         Ok(self.id_of(row as usize))
     }
 
@@ -251,8 +251,10 @@ impl KvCache {
     /// Changes what a table may grow to.
     pub(crate) fn set_max_tokens(&mut self, table: TableId, max_tokens: u32) -> Result<(), CacheError> {
         self.live(table)?;
-        let max_blocks = self.config.layout().blocks_for(max_tokens.min(self.config.max_sequence_tokens()));
+        let max_tokens = max_tokens.min(self.config.max_sequence_tokens());
+        let max_blocks = self.config.layout().blocks_for(max_tokens);
         let table = &mut self.tables[table.row as usize];
+        table.max_tokens = max_tokens.max(table.len);
         table.max_blocks = max_blocks.max(table.num_blocks());
         table.blocks.reserve((table.max_blocks as usize).saturating_sub(table.blocks.len()));
         Ok(())

@@ -122,9 +122,9 @@ impl KvCache {
         }
         let (len, num_blocks) = (before.len, before.num_blocks());
         let new = self.new_blocks(before, num_tokens, lookahead);
-        if self.config.layout().blocks_for(len.saturating_add(num_tokens)) > before.max_blocks {
-            let max_tokens = before.max_blocks * self.config.block_size();
-            return Err(CacheError::ExceedsTable { tokens: len.saturating_add(num_tokens), max_tokens });
+        let (tokens, max_tokens) = (len.saturating_add(num_tokens), before.max_tokens);
+        if tokens > max_tokens {
+            return Err(CacheError::ExceedsTable { tokens, max_tokens });
         }
         let needed = self.blocks_needed(table, num_tokens, lookahead)?;
         let available = self.pool.num_available();

@@ -88,3 +88,31 @@ fn a_table_says_how_many_of_its_blocks_are_in_the_host_pool() {
     cache.release(long).unwrap();
     assert_eq!(cache.host_blocks_of(long), Err(CacheError::UnknownTable { table: long }));
 }
+
+#[test]
+fn a_push_beyond_the_declared_maximum_is_refused_within_the_last_block_too() {
+    let config = *cache(8).config();
+    // The maximum of the cache, and a lower one of the table; a whole number of blocks, and not.
+    for (cap, max_tokens) in [(14, 14), (16, 14), (16, 13), (16, 12), (16, 1)] {
+        let mut cache = KvCache::new(config.with_max_sequence_tokens(cap).unwrap());
+        let table = cache.create(max_tokens).unwrap();
+        let refused = |tokens: u32| CacheError::ExceedsTable { tokens: max_tokens + tokens, max_tokens };
+        let mut step = StepBuilder::new(&mut cache);
+        assert_eq!(step.push(table, &vec![1; max_tokens as usize + 1]), Err(refused(1)));
+        assert_eq!(step.push(table, &vec![1; max_tokens as usize]), Ok(0..max_tokens));
+        let plan = step.finish();
+        cache.commit_step(plan).unwrap();
+        let mut step = StepBuilder::new(&mut cache);
+        assert_eq!(step.push(table, &[2, 3]), Err(refused(2)));
+        assert_eq!(step.push(table, &[2]), Err(refused(1)));
+        drop(step);
+        // A fork has a maximum of its own, and holds at least what it shares.
+        let larger = cache.fork(table, max_tokens, cap).unwrap();
+        let equal = cache.fork(table, max_tokens, 0).unwrap();
+        let mut step = StepBuilder::new(&mut cache);
+        assert_eq!(step.push(larger, &[2]).is_ok(), cap > max_tokens, "of {max_tokens} and {cap} tokens");
+        assert_eq!(step.push(equal, &[2]), Err(refused(1)));
+        drop(step);
+        cache.assert_consistent();
+    }
+}
