@@ -12,16 +12,21 @@ use crate::cache::prefix_cache::Retention;
 use crate::ids::BlockId;
 
 const NONE: u32 = u32::MAX;
-/// One list per retention, then the free list.
-const NUM_LISTS: usize = Retention::COUNT + 1;
-const FREE: usize = Retention::COUNT;
+/// One list per retention, that of pinned content for what is pinned for a limited time; then what is pinned for ever,
+/// and the free list.
+const NUM_LISTS: usize = Retention::COUNT + 2;
+const RETAINED: usize = Retention::Pinned as usize;
+const FOR_EVER: usize = Retention::COUNT;
+const FREE: usize = Retention::COUNT + 1;
 /// Set in a block's flags while a copy of the outstanding step reads it.
 const PINNED: u8 = 1 << 7;
 /// Set while the prefix cache knows the block; the lower bits are its retention then.
 const CACHED: u8 = 1 << 6;
 /// Set while the block is on a list.
 const SHELVED: u8 = 1 << 5;
-const RETENTION: u8 = SHELVED - 1;
+/// Set while the prefix cache knows the block and keeps it for a limited time.
+const LIMITED: u8 = 1 << 4;
+const RETENTION: u8 = LIMITED - 1;
 
 #[derive(Clone, Copy, Debug)]
 struct Links {
@@ -81,12 +86,12 @@ impl BlockPool {
 
     /// Blocks without a holder that the prefix cache knows, pinned content apart.
     pub(super) fn num_evictable(&self) -> u32 {
-        self.lists[..Retention::Pinned as usize].iter().map(|list| list.len).sum()
+        self.lists[..RETAINED].iter().map(|list| list.len).sum()
     }
 
     /// Blocks without a holder that are kept although others need blocks.
     pub(super) fn num_retained(&self) -> u32 {
-        self.lists[Retention::Pinned as usize].len
+        self.lists[RETAINED].len + self.lists[FOR_EVER].len
     }
 
     /// Blocks that can be had: free ones, and cached ones that may be evicted.
@@ -210,28 +215,35 @@ impl BlockPool {
         self.flags[block.0 as usize] & CACHED != 0
     }
 
+    /// Whether the prefix cache knows the block, and nobody holds it.
+    pub(super) fn is_idle(&self, block: BlockId) -> bool {
+        self.is_cached(block) && self.ref_count(block) == 0
+    }
+
     pub(super) fn retention(&self, block: BlockId) -> Retention {
         Retention::from_index(self.flags[block.0 as usize] & RETENTION)
     }
 
-    /// The prefix cache knows the block from now on; a block on a list moves to the one of its retention.
-    pub(super) fn set_cached(&mut self, block: BlockId, retention: Retention) {
-        self.reshelve(block, |flags| (flags & !RETENTION) | CACHED | retention as u8);
+    /// The prefix cache knows the block from now on, and keeps it for a `limited` time or for ever; a block on a list moves
+    /// to the one of its retention.
+    pub(super) fn set_cached(&mut self, block: BlockId, retention: Retention, limited: bool) {
+        let limited = if limited { LIMITED } else { 0 };
+        self.reshelve(block, |flags| (flags & !(RETENTION | LIMITED)) | CACHED | limited | retention as u8);
     }
 
     /// The prefix cache has forgotten the block: without a holder it is free.
     pub(super) fn set_uncached(&mut self, block: BlockId) {
-        self.reshelve(block, |flags| flags & !(RETENTION | CACHED));
+        self.reshelve(block, |flags| flags & !(RETENTION | LIMITED | CACHED));
     }
 
-    /// The block without a holder that was released longest ago, among those of one retention.
-    pub(super) fn oldest_cached(&self, retention: Retention) -> Option<BlockId> {
-        self.oldest(retention as usize)
+    /// The block to give up next, if pinned content must go: what is pinned for a limited time, the oldest first.
+    pub(super) fn oldest_retained(&self) -> Option<BlockId> {
+        self.oldest(RETAINED).or_else(|| self.oldest(FOR_EVER))
     }
 
     /// The block to evict next, pinned content apart.
     pub(super) fn oldest_evictable(&self) -> Option<BlockId> {
-        (0..Retention::Pinned as usize).find_map(|list| self.oldest(list))
+        (0..RETAINED).find_map(|list| self.oldest(list))
     }
 
     // Lists.
@@ -243,7 +255,11 @@ impl BlockPool {
 
     fn list_of(&self, block: BlockId) -> usize {
         let flags = self.flags[block.0 as usize];
-        if flags & CACHED != 0 { usize::from(flags & RETENTION) } else { FREE }
+        match usize::from(flags & RETENTION) {
+            _ if flags & CACHED == 0 => FREE,
+            RETAINED if flags & LIMITED == 0 => FOR_EVER,
+            retention => retention,
+        }
     }
 
     /// Puts a block without a holder at the newest end of its list.

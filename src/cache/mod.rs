@@ -20,6 +20,7 @@ mod block_pool;
 mod block_state;
 mod block_table;
 mod consistency;
+mod expiry;
 mod forget;
 mod host_pool;
 mod prefix_cache;
@@ -108,6 +109,7 @@ pub struct KvCache {
     swapped_out: u64,
     swapped_in: u64,
     evictions: u64,
+    expirations: u64,
     /// Tables whose return failed after their step was committed.
     broken_tables: Vec<TableId>,
     forgotten_devices: u64,
@@ -140,6 +142,7 @@ impl KvCache {
             swapped_out: 0,
             swapped_in: 0,
             evictions: 0,
+            expirations: 0,
             broken_tables: Vec::new(),
             forgotten_devices: 0,
             poisoned: None,
@@ -282,9 +285,8 @@ impl KvCache {
         if !self.pool.release(block) {
             self.poison("a block was released twice");
         }
-        let now = self.now();
-        if let Some(prefix) = self.prefix.as_mut().filter(|prefix| prefix.is_registered(block)) {
-            prefix.touch(block, now);
+        if let Some(prefix) = self.prefix.as_mut().filter(|_| self.pool.is_idle(block)) {
+            prefix.begin_time(block, self.last_step.0);
         }
     }
 
@@ -295,11 +297,6 @@ impl KvCache {
             self.evict(oldest);
         }
         self.pool.allocate()
-    }
-
-    /// Steps so far, modulo 2^32: the prefix cache's time.
-    fn now(&self) -> u32 {
-        self.last_step.0 as u32
     }
 
     /// Tokens in a table, those of the outstanding step included.
@@ -395,6 +392,7 @@ impl KvCache {
             blocks_swapped_out: self.swapped_out,
             blocks_swapped_in: self.swapped_in,
             evictions: self.evictions,
+            expirations: self.num_expirations(),
             ..CacheStats::default()
         };
         if let Some(host) = &self.host {

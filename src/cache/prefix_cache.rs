@@ -8,10 +8,12 @@
 //! A table that holds a node holds its parent, too, one entry before it. Tables give up their blocks last first, so a
 //! node without a holder was given up after all its children: taking the node that was given up longest ago takes the
 //! tail of a chain before its head. A node is retained no worse than its children; when its time to live has passed, what
-//! continues it goes with it.
+//! continues it goes with it. That time begins when the last holder gives the node up, and a step begins by forgetting
+//! what has passed: whatever is found is within its time.
 //!
 //! It knows blocks, tokens and steps; it holds no reference counts and does not know who asks.
 
+use crate::cache::expiry::ExpiryQueue;
 use crate::ids::{BlockId, TokenId};
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hash, Hasher, RandomState};
@@ -49,7 +51,8 @@ pub enum Retention {
     Normal,
     /// Evicted after all others.
     High,
-    /// Stays, but for two cases: the cache's cap, and a sequence that could not run even alone.
+    /// Stays, but for two cases: the cache's cap, and a sequence that could not run even alone. Then what is pinned for a
+    /// limited time goes first, for it goes anyway.
     Pinned,
 }
 
@@ -82,9 +85,12 @@ pub enum MissReason {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Keep {
     pub(crate) retention: Retention,
-    /// Steps without use after which it is gone; 0 for none.
-    pub(crate) ttl_steps: u32,
+    /// Steps without use after which it is gone; `None` for ever.
+    pub(crate) ttl_steps: Option<u32>,
 }
+
+/// A time to live without an end, longer than any other.
+const FOR_EVER: u32 = u32::MAX;
 
 #[derive(Clone, Copy, Debug)]
 struct Node {
@@ -95,8 +101,7 @@ struct Node {
     next_sibling: u32,
     prev_sibling: u32,
     next_in_bucket: u32,
-    /// Step of the last use, modulo 2^32.
-    last_used: u32,
+    /// Steps that it stays without a holder, or `FOR_EVER`.
     ttl_steps: u32,
 }
 
@@ -107,7 +112,6 @@ const UNREGISTERED: Node = Node {
     next_sibling: NONE,
     prev_sibling: NONE,
     next_in_bucket: NONE,
-    last_used: 0,
     ttl_steps: 0,
 };
 
@@ -122,6 +126,11 @@ fn trace_of(hash: u64) -> u32 {
 /// The namespace whose blocks a sequence shares: its own.
 fn shared_by(namespace: &Namespace) -> Namespace {
     if fault!(NamespaceIgnored) { Namespace::default() } else { *namespace }
+}
+
+/// A time to live as a node has it. The longest limited one cannot be told from the next longest by anybody.
+fn node_ttl(ttl_steps: Option<u32>) -> u32 {
+    ttl_steps.map_or(FOR_EVER, |steps| steps.min(FOR_EVER - 1))
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -153,7 +162,8 @@ impl PrefixMatch {
     }
 }
 
-/// Bytes per block: 40 for the node, 4 to 8 for the buckets, 1 for what was evicted, and its tokens.
+/// Bytes per block: 32 for the node, 4 for its place among those with a limited time, 4 to 8 for the buckets, 1 for what
+/// was evicted, and its tokens.
 #[derive(Debug)]
 pub(super) struct PrefixCache {
     block_size: usize,
@@ -168,6 +178,8 @@ pub(super) struct PrefixCache {
     root_of: HashMap<Namespace, u32>,
     /// Traces of blocks that are gone, at a place that the hash names.
     evicted: Vec<u32>,
+    /// Nodes with a limited time, as of when their last holder gave them up.
+    expiries: ExpiryQueue,
     num_nodes: u32,
     /// Nodes that walks down the tree have come by: what tests of costs count.
     #[cfg(test)]
@@ -190,6 +202,7 @@ impl PrefixCache {
             free_roots: Vec::new(),
             root_of: HashMap::new(),
             evicted: vec![0; (num_buckets / 4).max(64)],
+            expiries: ExpiryQueue::new(num_blocks),
             num_nodes: 0,
             #[cfg(test)]
             visits: std::cell::Cell::default(),
@@ -260,11 +273,6 @@ impl PrefixCache {
         None
     }
 
-    fn is_expired(&self, block: u32, now: u32) -> bool {
-        let node = self.node(block);
-        node.ttl_steps != 0 && now.wrapping_sub(node.last_used) > node.ttl_steps
-    }
-
     /// The longest prefix of `tokens` that is known, all but its last token at most. `hashes` are those of its full
     /// blocks. Changes nothing.
     pub(super) fn find_prefix(
@@ -272,7 +280,6 @@ impl PrefixCache {
         namespace: &Namespace,
         tokens: &[TokenId],
         hashes: &[u64],
-        now: u32,
         found: &mut PrefixMatch,
     ) {
         found.clear();
@@ -284,21 +291,16 @@ impl PrefixCache {
         let mut miss = MissReason::None;
         for (chunk, &hash) in chunks.by_ref().zip(hashes) {
             let known = if parent == NONE { None } else { self.find(hash, parent, chunk) };
-            match known {
-                Some(block) if !self.is_expired(block.0, now) => {
-                    found.blocks.push(block);
-                    parent = block.0;
-                }
-                Some(_) => miss = MissReason::Expired,
-                None => miss = self.reason_for(hash),
-            }
-            if miss != MissReason::None {
+            let Some(block) = known else {
+                miss = self.reason_for(hash);
                 break;
-            }
+            };
+            found.blocks.push(block);
+            parent = block.0;
         }
         let start = found.blocks.len() * self.block_size;
         let rest = &tokens[start..limit];
-        found.partial = self.longest_child(parent, rest, now);
+        found.partial = self.longest_child(parent, rest);
         let rows = found.partial.map_or(0, |(_, rows)| rows as usize);
         if miss == MissReason::None && rows < rest.len() {
             miss = MissReason::Unseen;
@@ -307,7 +309,7 @@ impl PrefixCache {
     }
 
     /// The child that begins with the most of `rest`, and with how much.
-    fn longest_child(&self, parent: u32, rest: &[TokenId], now: u32) -> Option<(BlockId, u32)> {
+    fn longest_child(&self, parent: u32, rest: &[TokenId]) -> Option<(BlockId, u32)> {
         if parent == NONE || rest.is_empty() {
             return None;
         }
@@ -319,7 +321,7 @@ impl PrefixCache {
             }
             let tokens = self.tokens_of(BlockId(child));
             let common = tokens.iter().zip(rest).take_while(|(a, b)| a == b).count() as u32;
-            if common > best.map_or(0, |(_, most)| most) && !self.is_expired(child, now) {
+            if common > best.map_or(0, |(_, most)| most) {
                 best = Some((BlockId(child), common));
             }
             child = self.node(child).next_sibling;
@@ -380,7 +382,7 @@ impl PrefixCache {
         self.find(hash, parent, tokens)
     }
 
-    /// Makes `block` a node. There is none with this parent and these tokens.
+    /// Makes `block` a node that stays for `ttl_steps` without a holder. There is none with this parent and these tokens.
     pub(super) fn insert(
         &mut self,
         block: BlockId,
@@ -388,6 +390,7 @@ impl PrefixCache {
         parent: Option<BlockId>,
         hash: u64,
         tokens: &[TokenId],
+        ttl_steps: Option<u32>,
     ) {
         debug_assert!(!self.is_registered(block), "{block:?} is registered twice");
         let parent = parent.map_or_else(|| self.root(namespace), |parent| parent.0);
@@ -398,7 +401,9 @@ impl PrefixCache {
         }
         let bucket = self.bucket(hash);
         let next_in_bucket = std::mem::replace(&mut self.buckets[bucket], block.0);
-        self.nodes[block.0 as usize] = Node { hash, parent, next_sibling, next_in_bucket, ..UNREGISTERED };
+        let ttl_steps = node_ttl(ttl_steps);
+        self.nodes[block.0 as usize] =
+            Node { hash, parent, next_sibling, next_in_bucket, ttl_steps, ..UNREGISTERED };
         self.tokens[block.0 as usize * self.block_size..][..self.block_size].copy_from_slice(tokens);
         self.num_nodes += 1;
     }
@@ -409,25 +414,28 @@ impl PrefixCache {
         (parent & ROOT == 0).then_some(BlockId(parent))
     }
 
-    /// Notes a use.
-    pub(super) fn touch(&mut self, block: BlockId, now: u32) {
-        self.nodes[block.0 as usize].last_used = now;
+    /// Keeps a node for at least `ttl_steps` without a holder. Somebody holds it.
+    pub(super) fn keep_for(&mut self, block: BlockId, ttl_steps: Option<u32>) {
+        let ttl = &mut self.nodes[block.0 as usize].ttl_steps;
+        *ttl = (*ttl).max(node_ttl(ttl_steps));
     }
 
-    /// Keeps a node for at least `ttl_steps`, 0 meaning for ever.
-    pub(super) fn keep_for(&mut self, block: BlockId, ttl_steps: u32) {
-        let ttl = &mut self.nodes[block.0 as usize].ttl_steps;
-        if *ttl != 0 && (ttl_steps == 0 || ttl_steps > *ttl) {
-            *ttl = ttl_steps;
+    /// Whether a node goes when its time has passed.
+    pub(super) fn is_limited(&self, block: BlockId) -> bool {
+        self.nodes[block.0 as usize].ttl_steps != FOR_EVER
+    }
+
+    /// The last holder gave a node up in step `now`: its time begins.
+    pub(super) fn begin_time(&mut self, block: BlockId, now: u64) {
+        if self.is_limited(block) {
+            let ttl = u64::from(self.nodes[block.0 as usize].ttl_steps);
+            self.expiries.set(block, now + ttl + 1);
         }
     }
 
-    pub(super) fn set_ttl(&mut self, block: BlockId, ttl_steps: u32) {
-        self.nodes[block.0 as usize].ttl_steps = ttl_steps;
-    }
-
-    pub(super) fn has_expired(&self, block: BlockId, now: u32) -> bool {
-        self.is_expired(block.0, now)
+    /// A block whose time has passed by step `now`, if nobody has held it since it was given up. Each is told once.
+    pub(super) fn pop_due(&mut self, now: u64) -> Option<BlockId> {
+        self.expiries.pop_due(now)
     }
 
     // Forgetting.
@@ -521,6 +529,7 @@ impl PrefixCache {
             );
         }
         assert_eq!(found, self.num_nodes, "I6: nodes are miscounted");
+        self.expiries.assert_consistent();
         for (&namespace, &root) in &self.root_of {
             assert_eq!(self.roots[root as usize].namespace, namespace, "I6: a root has two namespaces");
             assert_ne!(self.roots[root as usize].first_child, NONE, "I6: a namespace without blocks is kept");

@@ -116,6 +116,11 @@ impl KvCache {
         self.evictions
     }
 
+    /// Grows whenever blocks become available because their time has passed.
+    pub(crate) fn num_expirations(&self) -> u64 {
+        self.expirations
+    }
+
     pub(crate) fn has_prefix_cache(&self) -> bool {
         self.prefix.is_some()
     }
@@ -136,7 +141,7 @@ impl KvCache {
         found: &mut PrefixMatch,
     ) {
         match &self.prefix {
-            Some(prefix) => prefix.find_prefix(namespace, tokens, hashes, self.now(), found),
+            Some(prefix) => prefix.find_prefix(namespace, tokens, hashes, found),
             None => {
                 found.clear();
                 found.miss = MissReason::Disabled;
@@ -155,13 +160,9 @@ impl KvCache {
 
     /// Gives an empty table what was found. Returns its tokens.
     pub(crate) fn adopt(&mut self, table: TableId, found: &PrefixMatch) -> u32 {
-        let now = self.now();
         let blocks = found.blocks.iter().copied().chain(found.partial.map(|(block, _)| block));
         for block in blocks {
             self.pool.retain(block);
-            if let Some(prefix) = &mut self.prefix {
-                prefix.touch(block, now);
-            }
             self.tables[table.row as usize].blocks.push(block);
         }
         let len = found.num_tokens(self.config.block_size());
@@ -198,7 +199,6 @@ impl KvCache {
             let block = self.tables[row].blocks[entry];
             let parent = entry.checked_sub(1).map(|before| self.tables[row].blocks[before]);
             let (chunk, hash) = (&tokens[entry * block_size..][..block_size], hashes[entry]);
-            let now = self.last_step.0 as u32;
             let node = match prefix.find_node(namespace, parent, hash, chunk) {
                 Some(known) if known == block => block,
                 Some(_) if self.pool.ref_count(block) > 1 => return,
@@ -206,16 +206,13 @@ impl KvCache {
                     self.pool.retain(known);
                     self.tables[row].blocks[entry] = known;
                     self.tables[row].mark_dirty(entry);
-                    prefix.touch(known, now);
                     self.release_block(block);
                     known
                 }
                 None => {
-                    prefix.insert(block, namespace, parent, hash, chunk);
                     let keep = keep(entry as u32);
-                    prefix.touch(block, now);
-                    prefix.set_ttl(block, keep.ttl_steps);
-                    self.pool.set_cached(block, keep.retention);
+                    prefix.insert(block, namespace, parent, hash, chunk, keep.ttl_steps);
+                    self.pool.set_cached(block, keep.retention, keep.ttl_steps.is_some());
                     block
                 }
             };
@@ -228,12 +225,10 @@ impl KvCache {
     fn raise_keep(&mut self, block: BlockId, keep: Keep) {
         let Some(prefix) = &mut self.prefix else { return };
         prefix.keep_for(block, keep.ttl_steps);
-        let mut at = Some(block);
-        while let Some(node) = at.filter(|&node| node == block || keep.retention > self.pool.retention(node))
-        {
-            if keep.retention > self.pool.retention(node) {
-                self.pool.set_cached(node, keep.retention);
-            }
+        self.pool.set_cached(block, keep.retention.max(self.pool.retention(block)), prefix.is_limited(block));
+        let mut at = prefix.parent(block);
+        while let Some(node) = at.filter(|&node| keep.retention > self.pool.retention(node)) {
+            self.pool.set_cached(node, keep.retention, prefix.is_limited(node));
             at = prefix.parent(node);
         }
     }
@@ -267,7 +262,7 @@ impl KvCache {
     /// Keeps within the cap.
     pub(super) fn trim_cached(&mut self) {
         while self.pool.num_evictable() + self.pool.num_retained() > self.max_cached_blocks {
-            let oldest = self.pool.oldest_evictable().or_else(|| self.pool.oldest_cached(Retention::Pinned));
+            let oldest = self.pool.oldest_evictable().or_else(|| self.pool.oldest_retained());
             match oldest {
                 Some(oldest) if self.prefix.is_some() => self.evict(oldest),
                 _ => return,
@@ -275,28 +270,24 @@ impl KvCache {
         }
     }
 
-    /// Evicts what has not been used for its time to live, as far as it is next in its order; what comes later is not
-    /// found any more, either.
+    /// Forgets what nobody has held for its time to live, and what continues it. O(1) while nothing is due.
     pub(super) fn evict_expired(&mut self) {
-        let now = self.now();
-        for retention in [Retention::Low, Retention::Normal, Retention::High, Retention::Pinned] {
-            while let Some(block) = self.pool.oldest_cached(retention) {
-                match &mut self.prefix {
-                    Some(prefix) if prefix.has_expired(block, now) => {
-                        prefix.note_eviction(block, MissReason::Expired);
-                    }
-                    _ => break,
-                }
-                self.forget_from(block);
+        let now = self.last_step.0;
+        while let Some(block) = self.prefix.as_mut().and_then(|prefix| prefix.pop_due(now)) {
+            let Some(prefix) = self.prefix.as_mut().filter(|_| self.pool.is_idle(block)) else { continue };
+            if prefix.is_limited(block) {
+                prefix.note_eviction(block, MissReason::Expired);
+                self.expirations += u64::from(self.forget_from(block));
             }
         }
     }
 
-    /// Gives up pinned content until `needed` blocks are available, or none is left. Returns how many were given up.
+    /// Gives up pinned content until `needed` blocks are available, or none is left: first what is pinned for a limited
+    /// time. Returns how often some was given up.
     pub(crate) fn give_up_pins(&mut self, needed: u32) -> u32 {
         let mut given_up = 0;
         while self.pool.num_available() < needed {
-            let Some(oldest) = self.pool.oldest_cached(Retention::Pinned) else { break };
+            let Some(oldest) = self.pool.oldest_retained() else { break };
             self.evict(oldest);
             given_up += 1;
         }

@@ -31,6 +31,8 @@ pub struct CacheStats {
     pub promised_blocks: u32,
     /// Blocks whose content the prefix cache gave up so far, because others needed them or its cap was reached.
     pub evictions: u64,
+    /// Blocks whose content went so far because its time to live had passed, or that of what it continues.
+    pub expirations: u64,
     /// Blocks of the host pool.
     pub host_blocks: u32,
     /// Blocks of the host pool that are free.

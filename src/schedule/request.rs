@@ -32,8 +32,7 @@ pub struct Request {
 pub(super) struct RetainRange {
     pub(super) tokens: Range<u32>,
     pub(super) retention: Retention,
-    /// 0 for no limit.
-    pub(super) ttl_steps: u32,
+    pub(super) ttl_steps: Option<u32>,
 }
 
 impl Request {
@@ -92,12 +91,13 @@ impl Request {
     }
 
     /// How the prefix cache keeps the blocks that lie within `tokens` (positions in the sequence) once nobody holds
-    /// them; with `ttl_steps`, for that many steps since they were last used, and whatever continues them no longer. Of
-    /// ranges that overlap, the best counts.
+    /// them. With `ttl_steps` they are found for that many steps after the last one in which a sequence held them, with 0
+    /// not even in the next one, and whatever continues them no longer; with `None` for ever. Of ranges that overlap, the
+    /// best counts.
     ///
     /// A system prompt that stays: `.retain(0..600, Retention::Pinned, None)`.
     pub fn retain(mut self, tokens: Range<u32>, retention: Retention, ttl_steps: Option<u32>) -> Self {
-        self.retain.push(RetainRange { tokens, retention, ttl_steps: ttl_steps.unwrap_or(0) });
+        self.retain.push(RetainRange { tokens, retention, ttl_steps });
         self
     }
 }

@@ -143,6 +143,6 @@ impl Sequence {
 pub(super) fn keep_of(ranges: &[RetainRange], entry: u32, block_size: u32) -> Keep {
     let (start, end) = (entry * block_size, (entry + 1) * block_size);
     let within = ranges.iter().filter(|range| range.tokens.start <= start && end <= range.tokens.end);
-    let best = within.max_by_key(|range| (range.retention, range.ttl_steps.wrapping_sub(1)));
+    let best = within.max_by_key(|range| (range.retention, range.ttl_steps.map_or(u64::MAX, u64::from)));
     best.map_or(Keep::default(), |range| Keep { retention: range.retention, ttl_steps: range.ttl_steps })
 }

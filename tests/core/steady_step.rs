@@ -7,8 +7,8 @@ mod counting_allocator;
 
 use counting_allocator::{held_bytes, num_allocations};
 use paged_kv::{
-    Admission, CacheConfig, KvType, ModelShape, Request, RequestId, RowResult, Schedule, Scheduler,
-    SchedulerConfig, SplitConfig, WorkSplit,
+    Admission, CacheConfig, KvType, ModelShape, Request, RequestId, Retention, RowResult, Schedule,
+    Scheduler, SchedulerConfig, SplitConfig, WorkSplit,
 };
 use std::time::Instant;
 
@@ -22,7 +22,9 @@ fn steady(config: SchedulerConfig, waiting: u32) -> Scheduler {
     let mut scheduler = Scheduler::new(config, cache.with_max_sequences(4 * SEQUENCES).unwrap()).unwrap();
     for sequence in 0..SEQUENCES {
         let prompt = vec![sequence; (CONTEXT - sequence) as usize];
-        scheduler.add(Request::new(prompt).max_new_tokens(CONTEXT)).unwrap();
+        // Blocks with a limited time cost no more.
+        let request = Request::new(prompt).max_new_tokens(CONTEXT);
+        scheduler.add(request.retain(0..2 * CONTEXT, Retention::Normal, Some(5))).unwrap();
     }
     for token in 0..waiting {
         scheduler.add(Request::new(vec![SEQUENCES + token; 2000]).max_new_tokens(48)).unwrap();

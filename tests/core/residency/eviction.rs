@@ -142,6 +142,94 @@ fn a_system_prompt_expires_although_chats_went_on_from_it() {
 }
 
 #[test]
+fn expired_content_goes_whatever_was_given_up_before_it() {
+    for retention in [Retention::Low, Retention::Normal, Retention::High, Retention::Pinned] {
+        let mut served = Served::new(SchedulerConfig::default(), pool(100, 0));
+        let lasting = prompt(1, 40);
+        served.serve(&lasting, |request| request.retain(0..40, retention, None));
+        // Two that go one after the other, and one that stays, in between.
+        let (first, second, between) = (prompt(2, 120), prompt(3, 120), prompt(4, 8));
+        served.serve(&first, |request| request.retain(0..120, retention, Some(5)));
+        served.serve(&between, |request| request.retain(0..8, retention, None));
+        served.serve(&second, |request| request.retain(0..120, retention, Some(5)));
+        let cached = |served: &Served| {
+            let stats = served.scheduler.stats().cache;
+            assert_eq!(stats.pinned_blocks, stats.cached_blocks * u32::from(retention == Retention::Pinned));
+            (stats.cached_blocks, stats.expirations)
+        };
+        assert_eq!(cached(&served), (72, 0));
+        (0..3).for_each(|_| served.squeeze(1));
+        assert_eq!(cached(&served), (72, 0), "five steps after the first one's last use");
+        served.squeeze(1);
+        assert_eq!(cached(&served), (42, 30));
+        served.squeeze(1);
+        assert_eq!(cached(&served), (42, 30));
+        served.squeeze(1);
+        assert_eq!(cached(&served), (12, 60));
+        assert_eq!(served.scheduler.stats().cache.evictions, 0);
+        (0..50).for_each(|_| served.squeeze(1));
+        assert_eq!(cached(&served), (12, 60));
+        assert_eq!((known(&served, &lasting), known(&served, &between)), (39, 7));
+        assert_eq!((known(&served, &first), known(&served, &second)), (0, 0));
+    }
+}
+
+#[test]
+fn a_time_to_live_of_nothing_ends_with_the_step_after_the_last_use_and_none_never() {
+    let tokens = prompt(1, 9);
+    for (ttl, idle, expected) in [(Some(0), 0, 0), (Some(1), 0, 8), (Some(1), 1, 0), (None, 40, 8)] {
+        let mut served = Served::new(SchedulerConfig::default(), pool(32, 0));
+        served.serve(&tokens, |request| request.retain(0..8, Retention::Pinned, ttl));
+        assert_eq!(known(&served, &tokens), 8, "until the next step begins");
+        (0..idle).for_each(|_| served.squeeze(1));
+        assert_eq!(served.serve(&tokens, plain).cached_tokens, expected, "{ttl:?}, {idle} steps later");
+    }
+    // Of ranges that overlap, the one without an end counts.
+    let mut served = Served::new(SchedulerConfig::default(), pool(32, 0));
+    served.serve(&tokens, |request| {
+        let request = request.retain(0..8, Retention::Normal, Some(0));
+        request.retain(0..8, Retention::Normal, None).retain(0..8, Retention::Normal, Some(3))
+    });
+    (0..8).for_each(|_| served.squeeze(1));
+    assert_eq!(known(&served, &tokens), 8);
+}
+
+#[test]
+fn what_a_sequence_holds_is_in_use_however_long_and_its_time_begins_afterwards() {
+    let mut served = Served::new(SchedulerConfig::default(), pool(32, 0));
+    let system = prompt(1, 8);
+    let chat = |seed: u32| [system.clone(), prompt(seed, 5)].concat();
+    let long = served.add(&chat(2), |r| r.max_new_tokens(20).retain(0..8, Retention::High, Some(2)));
+    for _ in 0..10 {
+        served.step();
+    }
+    assert_eq!(known(&served, &chat(3)), 8, "ten steps after it was registered");
+    while !served.ends.contains_key(&long.sample(0)) {
+        served.step();
+    }
+    assert_eq!(served.answers(long, &chat(2)), 20);
+    for (idle, expected) in [(2, 8), (1, 0)] {
+        (0..idle).for_each(|_| served.squeeze(1));
+        assert_eq!(known(&served, &chat(3)), expected);
+    }
+}
+
+#[test]
+fn what_is_pinned_for_a_limited_time_is_given_up_before_what_is_pinned_for_ever() {
+    for config in [SchedulerConfig::default(), overcommitted()] {
+        let mut served = Served::new(config, pool(12, 0));
+        let (lasting, limited) = (prompt(1, 9), prompt(2, 9));
+        served.serve(&lasting, |request| request.retain(0..8, Retention::Pinned, None));
+        served.serve(&limited, |request| request.retain(0..8, Retention::Pinned, Some(1000)));
+        assert_eq!(served.scheduler.stats().cache.pinned_blocks, 4);
+        let large = served.add(&prompt(3, 39), |request| request.max_new_tokens(1));
+        served.finish();
+        assert_eq!(served.answers(large, &prompt(3, 39)), 1);
+        assert_eq!((known(&served, &lasting), known(&served, &limited)), (8, 0));
+    }
+}
+
+#[test]
 fn the_cache_keeps_within_its_cap() {
     for cap in [0, 1, 4] {
         let prefix_cache =
