@@ -2,7 +2,7 @@
 //!
 //! A block is in exactly one state: *free* (on the free list), *cached* (no holder, but its content may be asked for
 //! again: on a list of its retention), *held* (count of at least one), or *in transfer* (count zero, but pinned because a
-//! recorded copy still reads it; it is shelved when the step ends). Every operation is O(1).
+//! recorded copy still reads or fills it; it is shelved when the step ends). Every operation is O(1).
 //!
 //! Lists are intrusive: a block is on one at most. Free blocks are reused in the order in which they were released,
 //! oldest first, so that a released block keeps its content as long as possible; cached ones likewise, those of the
@@ -18,7 +18,7 @@ const NUM_LISTS: usize = Retention::COUNT + 2;
 const RETAINED: usize = Retention::Pinned as usize;
 const FOR_EVER: usize = Retention::COUNT;
 const FREE: usize = Retention::COUNT + 1;
-/// Set in a block's flags while a copy of the outstanding step reads it.
+/// Set in a block's flags while a copy of the outstanding step reads it, or a return fills it.
 const PINNED: u8 = 1 << 7;
 /// Set while the prefix cache knows the block; the lower bits are its retention then.
 const CACHED: u8 = 1 << 6;

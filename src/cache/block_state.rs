@@ -21,8 +21,8 @@ pub enum BlockState {
         /// Tables that it is in; from 2 on it is shared.
         tables: u32,
     },
-    /// In no table, but a copy of the outstanding step still reads it. A block that moves to the host pool is free at
-    /// once instead: its step reads it before anything is written.
+    /// In no table, but the outstanding step still reads it for a copy, or fills it from the host pool. A block that moves
+    /// to the host pool is free at once instead: its step reads it before anything is written.
     InTransfer,
 }
 

@@ -27,6 +27,8 @@ pub(super) struct BlockTable {
     pub(super) live: bool,
     /// The outstanding step writes through this table.
     pub(super) in_step: bool,
+    /// It was swapped out and has not come back: what stayed in the pool because others hold it leaves with them.
+    pub(super) parked: bool,
 }
 
 impl BlockTable {
@@ -42,6 +44,7 @@ impl BlockTable {
         self.borrowed = None;
         self.live = true;
         self.in_step = false;
+        self.parked = false;
     }
 
     /// Gives the row back; ids made for it become stale.
@@ -55,6 +58,11 @@ impl BlockTable {
     /// Blocks, swapped out ones included.
     pub(super) fn num_blocks(&self) -> u32 {
         (self.blocks.len() + self.host.len()) as u32
+    }
+
+    /// Whether it was swapped out and has not come back.
+    pub(super) fn is_out(&self) -> bool {
+        self.parked || !self.host.is_empty()
     }
 
     /// Entries from `entry` on differ from what the device has.

@@ -38,7 +38,11 @@ impl KvCache {
             for &block in &table.blocks[reserved..] {
                 assert_eq!(self.pool.ref_count(block), 1, "I3: a block reserved ahead is shared");
             }
-            assert!(table.host.is_empty() || !table.in_step, "table {row} is swapped out and written");
+            assert!(!table.is_out() || !table.in_step, "table {row} is swapped out and written");
+            let mut sent = table.host.iter().filter_map(|&slot| Some(self.host.as_ref()?.sent(slot)));
+            let mut last = sent.next();
+            let in_order = sent.all(|sent| last.replace(sent).is_some_and(|last| last >= sent));
+            assert!(in_order, "table {row} has a block that was moved out later behind an earlier one");
             for &slot in &table.host {
                 slots[slot.0 as usize] += 1;
             }

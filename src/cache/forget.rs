@@ -25,8 +25,8 @@ impl KvCache {
     /// O(blocks of the pool + table entries), however long the chains are that blocks are in.
     pub fn forget_device(&mut self) {
         self.rollback_step();
-        if let Some(lost) = self.host.as_mut().map(|host| host.abandon_transfers()) {
-            self.cut_at(&lost);
+        if let Some(first) = self.host.as_mut().and_then(|host| host.abandon_transfers()) {
+            self.cut_lost(first);
         }
         // What a failed return left means nothing, be it in the host pool by now.
         for id in std::mem::take(&mut self.broken_tables) {
@@ -54,7 +54,8 @@ impl KvCache {
 
     fn empty(&mut self, table: TableId) {
         self.shrink(table, 0);
-        self.tables[table.row as usize].len = 0;
+        let table = &mut self.tables[table.row as usize];
+        (table.len, table.parked) = (0, false);
     }
 
     fn forget_all_prefixes(&mut self) {

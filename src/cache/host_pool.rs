@@ -20,6 +20,10 @@ struct Slot {
     arriving: bool,
     /// Its content is being read.
     leaving: bool,
+    /// The step that moved its block out.
+    sent: StepId,
+    /// Its content never arrives.
+    lost: bool,
 }
 
 /// The swaps of one step.
@@ -44,8 +48,8 @@ pub(super) struct HostPool {
 /// What the end of a transfer leaves to be done.
 #[derive(Debug, Default)]
 pub(super) struct Ended {
-    /// Slots whose content never arrived, although tables count on it.
-    pub(super) lost: Vec<HostSlot>,
+    /// Whether tables count on slots whose content never arrived.
+    pub(super) lost: bool,
     /// Tables whose blocks never came back.
     pub(super) broken: Vec<TableId>,
 }
@@ -86,6 +90,21 @@ impl HostPool {
         self.slots[slot.0 as usize].arriving
     }
 
+    /// Tables that hold a slot.
+    pub(super) fn ref_count(&self, slot: HostSlot) -> u32 {
+        self.slots[slot.0 as usize].ref_count
+    }
+
+    /// The step that moved a slot's block out. In a table, what was moved later comes first.
+    pub(super) fn sent(&self, slot: HostSlot) -> StepId {
+        self.slots[slot.0 as usize].sent
+    }
+
+    /// Whether a slot's content never arrives. Tables let go of such a slot as soon as that is known.
+    pub(super) fn is_lost(&self, slot: HostSlot) -> bool {
+        self.slots[slot.0 as usize].lost
+    }
+
     fn transfer(&mut self, step: StepId) -> &mut Transfer {
         if self.transfers.back().is_none_or(|last| last.step != step) {
             self.transfers.push_back(Transfer { step, ..Transfer::default() });
@@ -96,7 +115,8 @@ impl HostPool {
     /// Takes a free slot for a block that `holders` tables hold, on its way out in `step`.
     pub(super) fn send(&mut self, step: StepId, holders: u32) -> Option<HostSlot> {
         let slot = self.free.pop_front()?;
-        self.slots[slot.0 as usize] = Slot { ref_count: holders, arriving: true, leaving: false };
+        self.slots[slot.0 as usize] =
+            Slot { ref_count: holders, arriving: true, leaving: false, sent: step, lost: false };
         self.transfer(step).outs.push(slot);
         Some(slot)
     }
@@ -110,10 +130,7 @@ impl HostPool {
 
     /// Notes that `step` brings a table back.
     pub(super) fn note_return(&mut self, step: StepId, table: TableId) {
-        let tables = &mut self.transfer(step).tables;
-        if tables.last() != Some(&table) {
-            tables.push(table);
-        }
+        self.transfer(step).tables.push(table);
     }
 
     /// A dropped step's slot is held by `holders` tables again; by nobody, it is free.
@@ -141,7 +158,7 @@ impl HostPool {
     }
 
     fn free_if_idle(&mut self, slot: HostSlot) {
-        let Slot { ref_count, arriving, leaving } = self.slots[slot.0 as usize];
+        let Slot { ref_count, arriving, leaving, .. } = self.slots[slot.0 as usize];
         if ref_count == 0 && !arriving && !leaving && !fault!(HostSlotLeaked) {
             self.free.push_back(slot);
         }
@@ -173,48 +190,46 @@ impl HostPool {
             self.slots[slot.0 as usize].leaving = false;
             self.free_if_idle(slot);
         }
+        let complete = transfer.report == Some(true);
         for &slot in &transfer.outs {
+            self.slots[slot.0 as usize].lost = !complete;
             self.slots[slot.0 as usize].arriving = false;
             self.free_if_idle(slot);
         }
-        match transfer.report {
-            Some(true) => Ended::default(),
-            _ => Ended { lost: transfer.outs, broken: transfer.tables },
+        if complete {
+            return Ended::default();
         }
+        Ended { lost: !transfer.outs.is_empty(), broken: transfer.tables }
     }
 
-    /// The outstanding step is dropped, its returns undone by [`unfetch`](Self::unfetch). Returns the slots that were on
+    /// The outstanding step is dropped, its returns undone by [`unfetch`](Self::unfetch). Returns whether slots were on
     /// their way out: what they should have held is lost, and they are free once their holders let go.
-    pub(super) fn drop_step(&mut self, step: StepId) -> Vec<HostSlot> {
-        match self.transfers.pop_back() {
-            Some(transfer) if transfer.step == step => {
-                for &slot in &transfer.outs {
-                    self.slots[slot.0 as usize].arriving = false;
-                    self.free_if_idle(slot);
-                }
-                transfer.outs
-            }
-            Some(other) => {
-                self.transfers.push_back(other);
-                Vec::new()
-            }
-            None => Vec::new(),
+    pub(super) fn drop_step(&mut self, step: StepId) -> bool {
+        if self.transfers.back().is_none_or(|last| last.step != step) {
+            return false;
         }
+        let Some(transfer) = self.transfers.pop_back() else { return false };
+        for &slot in &transfer.outs {
+            self.slots[slot.0 as usize].lost = true;
+            self.slots[slot.0 as usize].arriving = false;
+            self.free_if_idle(slot);
+        }
+        !transfer.outs.is_empty()
     }
 
-    /// No step's transfers end any more, for their device is lost. Returns the slots whose content has not arrived; what
-    /// was on its way back is in the host pool still, but nobody counts on it there.
-    pub(super) fn abandon_transfers(&mut self) -> Vec<HostSlot> {
-        let mut lost = Vec::new();
+    /// No step's transfers end any more, for their device is lost. What has not arrived is lost; what was on its way back
+    /// is in the host pool still, but nobody counts on it there. Returns the first of these steps.
+    pub(super) fn abandon_transfers(&mut self) -> Option<StepId> {
+        let first = self.transfers.front().map(|transfer| transfer.step);
         for transfer in std::mem::take(&mut self.transfers) {
             for &slot in transfer.outs.iter().chain(&transfer.ins) {
-                let Slot { arriving, leaving, .. } = &mut self.slots[slot.0 as usize];
+                let Slot { arriving, leaving, lost, .. } = &mut self.slots[slot.0 as usize];
+                *lost |= *arriving;
                 (*arriving, *leaving) = (false, false);
                 self.free_if_idle(slot);
             }
-            lost.extend(transfer.outs);
         }
-        lost
+        first
     }
 
     /// Panics when counts, the free list and transfers disagree; `expected` are the counts that the tables imply.
@@ -235,6 +250,7 @@ impl HostPool {
                 "I2: host slot {index} is held by another number of tables"
             );
             let moves = slot.arriving || slot.leaving;
+            assert!(slot.ref_count == 0 || !slot.lost, "a table counts on host slot {index}, which is lost");
             assert_eq!(
                 moves, on_the_way[index],
                 "I5: host slot {index} is in transfer without a step, or not"

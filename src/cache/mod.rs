@@ -114,6 +114,9 @@ pub struct KvCache {
     broken_tables: Vec<TableId>,
     forgotten_devices: u64,
     poisoned: Option<&'static str>,
+    /// Tables, and their slots of the host pool, that were looked at to move blocks: what tests of costs count.
+    #[cfg(test)]
+    looks: std::cell::Cell<u64>,
 }
 
 impl KvCache {
@@ -146,6 +149,8 @@ impl KvCache {
             broken_tables: Vec::new(),
             forgotten_devices: 0,
             poisoned: None,
+            #[cfg(test)]
+            looks: std::cell::Cell::default(),
         }
     }
 

@@ -1,7 +1,6 @@
 //! The outstanding step: growth, copy-on-write, and the journal that undoes them.
 
 use crate::cache::block_table::BlockTable;
-use crate::cache::host_pool::HostSlot;
 use crate::cache::{BlockCopy, BlockSwap, KvCache};
 use crate::error::CacheError;
 use crate::ids::{BlockId, StepId, TableId};
@@ -22,11 +21,20 @@ pub(super) enum Undo {
         table: TableId,
         num_blocks: u32,
         len: u32,
+        parked: bool,
     },
-    /// The last device block of every table that holds it came from `slot`.
+    /// The table was swapped out; what that moved is undone by itself.
+    Parked {
+        table: TableId,
+    },
+    /// The table came back: `num_blocks` of the step's returns, from the `first_return`-th on, are its entries from
+    /// `first_entry` on, and those of all that share them.
     Returned {
-        block: BlockId,
-        slot: HostSlot,
+        table: TableId,
+        parked: bool,
+        first_entry: u32,
+        first_return: u32,
+        num_blocks: u32,
     },
 }
 
@@ -120,7 +128,7 @@ impl KvCache {
         if !before.host.is_empty() {
             return Err(CacheError::SwappedOut { table, blocks: before.host.len() as u32 });
         }
-        let (len, num_blocks) = (before.len, before.num_blocks());
+        let (len, num_blocks, parked) = (before.len, before.num_blocks(), before.parked);
         let new = self.new_blocks(before, num_tokens, lookahead);
         let (tokens, max_tokens) = (len.saturating_add(num_tokens), before.max_tokens);
         if tokens > max_tokens {
@@ -141,10 +149,10 @@ impl KvCache {
             };
             self.tables[table.row as usize].blocks.push(block);
         }
-        self.journal.push(Undo::Grown { table, num_blocks, len });
+        self.journal.push(Undo::Grown { table, num_blocks, len, parked });
         let row = &mut self.tables[table.row as usize];
         row.len += num_tokens;
-        row.in_step = true;
+        (row.in_step, row.parked) = (true, false);
         self.step_tables.push(table);
         Ok(())
     }
@@ -225,7 +233,7 @@ impl KvCache {
         self.swapped_in += self.step_ins.len() as u64;
         let step = self.last_step;
         if let Some(ended) = self.host.as_mut().map(|host| host.commit(step)) {
-            self.settle_transfer(ended);
+            self.settle_transfer(step, ended);
         }
         self.end_step();
     }
@@ -251,15 +259,23 @@ impl KvCache {
                     }
                     self.release_block(copy);
                 }
-                Undo::Grown { table, num_blocks, len } if self.live(table).is_ok() => {
+                Undo::Grown { table, num_blocks, len, parked } if self.live(table).is_ok() => {
                     self.shrink(table, num_blocks);
                     let row = &mut self.tables[table.row as usize];
                     if !fault!(RollbackKeepsLength) {
                         row.len = len;
                     }
-                    row.in_step = false;
+                    (row.in_step, row.parked) = (false, parked);
                 }
-                Undo::Returned { block, slot } => self.undo_return(block, slot),
+                Undo::Parked { table } if self.live(table).is_ok() => {
+                    self.tables[table.row as usize].parked = false;
+                }
+                Undo::Returned { table, parked, first_entry, first_return, num_blocks } => {
+                    self.undo_return(first_entry as usize, first_return as usize, num_blocks as usize);
+                    if self.live(table).is_ok() {
+                        self.tables[table.row as usize].parked = parked;
+                    }
+                }
                 _ => {}
             }
         }

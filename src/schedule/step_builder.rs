@@ -107,23 +107,37 @@ impl<'a> StepBuilder<'a> {
         Ok(first_row..self.plan.num_rows())
     }
 
-    /// Moves a table's blocks to the host pool, those apart that others hold in the pool; returns how many. Blocks that
-    /// become free may be used by this very step. The table cannot grow until it is swapped in, and not before the step's
-    /// transfers are [reported](KvCache::complete_transfers). A step that is dropped takes what it moved with it: the
-    /// table is cut to what it holds elsewhere.
+    /// Moves a table's blocks to the host pool, except those that others hold in the pool; returns how many. Blocks that
+    /// become free may be used by this very step.
+    ///
+    /// The table cannot grow until it is swapped in, and not before the step's transfers are
+    /// [reported](KvCache::complete_transfers). What others hold stays in the pool until they are swapped out, too: with
+    /// the last of them it leaves, once, for all. Where they are released instead, swapping this table out again moves
+    /// what is its alone by then. While no block of it has left, the table may grow: that brings it back.
+    ///
+    /// A step that is dropped takes what it moved with it: the tables that it moved blocks of are cut to what they hold
+    /// elsewhere.
     ///
     /// # Errors
     /// [`CacheError::HostPoolFull`], [`CacheError::InStep`], [`CacheError::UnknownTable`],
     /// [`CacheError::ForeignTable`]. Nothing has changed then.
+    ///
+    /// # Complexity
+    /// O(tables + blocks moved, times the tables that share them).
     pub fn swap_out(&mut self, table: TableId) -> Result<u32, CacheError> {
-        self.cache.swap_out(table, None)
+        self.cache.park(table)
     }
 
-    /// Brings a table's blocks back from the host pool, bit for bit.
+    /// Brings a table's blocks back from the host pool, bit for bit, and with them those of other tables that share them.
+    /// They stay where they are for the rest of the step. It takes [`KvCache::host_blocks_of`] free blocks;
+    /// [`KvCache::blocks_needed`] says what it takes together with a push.
     ///
     /// # Errors
     /// [`CacheError::NoFreeBlocks`], [`CacheError::InTransfer`], [`CacheError::InStep`], [`CacheError::UnknownTable`],
     /// [`CacheError::ForeignTable`]. Nothing has changed then.
+    ///
+    /// # Complexity
+    /// As [`swap_out`](Self::swap_out).
     pub fn swap_in(&mut self, table: TableId) -> Result<(), CacheError> {
         self.cache.swap_in(table)
     }

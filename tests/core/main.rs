@@ -23,4 +23,5 @@ mod scenarios;
 mod scheduler_bugs;
 mod simulated_device;
 mod simulation;
+mod swapped_tables;
 mod tidy;
