@@ -40,14 +40,25 @@ pub(super) enum Undo {
 
 impl KvCache {
     /// Free blocks that `num_tokens` more tokens in `table` would take, and `lookahead` beyond them (capped at what the
-    /// table may grow to): new blocks, and one for the copy of a shared last block.
+    /// table may grow to): new blocks, and one for the copy of a shared last block. Of a table that is swapped out, those
+    /// that bring it back, too: what [`swap_in`](crate::StepBuilder::swap_in) and the push need together.
     ///
     /// # Errors
     /// As [`len`](Self::len).
     pub fn blocks_needed(&self, table: TableId, num_tokens: u32, lookahead: u32) -> Result<u32, CacheError> {
         let table = self.live(table)?;
         let new = self.new_blocks(table, num_tokens, lookahead);
-        Ok(new + u32::from(num_tokens > 0 && self.copied_tail(table, new).is_some()))
+        let copied = self.copied_tail(table, new).is_some() || self.shares_tail_in_host_pool(table);
+        let returning = table.host.len() as u32;
+        Ok(new.saturating_add(returning).saturating_add(u32::from(num_tokens > 0 && copied)))
+    }
+
+    /// Whether others hold the partly filled last block of a table that is swapped out: it returns for all of them.
+    fn shares_tail_in_host_pool(&self, table: &BlockTable) -> bool {
+        let slot = self
+            .partial_tail(table)
+            .and_then(|entry| table.host.get((entry as usize).checked_sub(table.blocks.len())?));
+        slot.is_some_and(|&slot| self.host.as_ref().is_some_and(|host| host.ref_count(slot) > 1))
     }
 
     fn new_blocks(&self, table: &BlockTable, num_tokens: u32, lookahead: u32) -> u32 {

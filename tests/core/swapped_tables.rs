@@ -360,3 +360,30 @@ fn what_a_step_brings_back_is_neither_moved_out_nor_given_away_by_it() {
     tables.append(two, &[3]);
     tables.release_all();
 }
+
+/// What is said to be needed is enough, and one block less is not.
+#[test]
+fn the_blocks_that_a_swapped_table_needs_are_those_of_its_return_and_of_the_push() {
+    for (len, push, forked, needed) in
+        [(10, 1, false, 3), (10, 3, false, 4), (8, 1, false, 3), (10, 1, true, 4), (8, 1, true, 3)]
+    {
+        for missing in [0, 1] {
+            let mut tables = Tables::new(8, 8);
+            let table = tables.create(&vec![1; len]);
+            let fork = forked.then(|| tables.fork(table, len as u32));
+            let all: Vec<TableId> = [table].into_iter().chain(fork).collect();
+            let moved: u32 = all.iter().map(|&table| tables.swap_out(table)).sum();
+            assert_eq!(moved as usize, len.div_ceil(SIZE as usize));
+            assert_eq!(tables.cache.blocks_needed(table, push, 0), Ok(needed), "{len} {push} {forked}");
+            assert_eq!(tables.cache.blocks_needed(table, 0, 0), Ok(moved));
+            // All but as many are another's.
+            let others = 9 - needed + missing;
+            tables.create(&vec![2; (others * SIZE) as usize]);
+            assert_eq!(tables.cache.free_blocks(), needed - missing);
+            let mut step = StepBuilder::new(&mut tables.cache);
+            let done = step.swap_in(table).and_then(|()| step.push(table, &vec![3; push as usize]));
+            assert_eq!(done.is_ok(), missing == 0, "{len} {push} {forked} {missing}: {done:?}");
+            assert!(done.is_ok() || matches!(done, Err(CacheError::NoFreeBlocks { .. })), "{done:?}");
+        }
+    }
+}
