@@ -199,6 +199,18 @@ pub enum CacheError {
         /// The table.
         table: TableId,
     },
+    /// The step has ended, or another one has begun, since its [`StepBuilder`](crate::StepBuilder) was made.
+    StepEnded {
+        /// The step.
+        step: StepId,
+    },
+    /// More rows than a step is padded to.
+    TooManyRows {
+        /// Rows asked for.
+        rows: u32,
+        /// Most that are possible.
+        max_rows: u32,
+    },
     /// Logits asked for rows that the step does not have.
     NoSuchRow {
         /// First row.
@@ -251,6 +263,10 @@ impl fmt::Display for CacheError {
                 write!(f, "{needed} blocks of the host pool are needed and {available} are free")
             }
             Self::NoTokens { table } => write!(f, "no tokens were pushed to {table:?}"),
+            Self::StepEnded { step } => write!(f, "step {} has ended while it was built", step.raw()),
+            Self::TooManyRows { rows, max_rows } => {
+                write!(f, "a step is padded to {max_rows} rows at most, not to {rows}")
+            }
             Self::NoSuchRow { row, num_rows, rows } => {
                 write!(f, "logits asked for {num_rows} rows from {row} on, of a step with {rows}")
             }

@@ -76,6 +76,9 @@ pub(super) fn finish_plan(cache: &KvCache, plan: &mut StepPlan) {
 }
 
 impl<'a> StepBuilder<'a> {
+    /// Rows that a step is [padded](Self::pad_to) to at most.
+    pub const MAX_PADDED_ROWS: u32 = 1 << 20;
+
     /// Starts a step. A step of `cache` that is neither committed nor rolled back is rolled back first.
     pub fn new(cache: &'a mut KvCache) -> Self {
         let mut plan = StepPlan::default();
@@ -88,9 +91,19 @@ impl<'a> StepBuilder<'a> {
         self.cache
     }
 
-    /// The cache under the step, to open and release tables while it is built.
+    /// The cache under the step, to open and release tables while it is built. What ends the step, or begins another one
+    /// ([`KvCache::forget_device`], a second builder), or puts another cache in the place of this one, ends this builder's
+    /// work: pushes and swaps are [`CacheError::StepEnded`] then, and the plan is stale.
     pub fn cache_mut(&mut self) -> &mut KvCache {
         self.cache
+    }
+
+    fn check_outstanding(&self) -> Result<(), CacheError> {
+        if self.is_outstanding() { Ok(()) } else { Err(CacheError::StepEnded { step: self.plan.step }) }
+    }
+
+    fn is_outstanding(&self) -> bool {
+        self.plan.cache_instance == self.cache.instance() && self.cache.is_outstanding(self.plan.step)
     }
 
     /// Appends `tokens` to `table` and plans one row for each; returns the rows.
@@ -98,11 +111,13 @@ impl<'a> StepBuilder<'a> {
     /// # Errors
     /// [`CacheError::NoFreeBlocks`] when the pool cannot hold them and [`CacheError::ExceedsTable`] when the table
     /// cannot: nothing has changed then. [`CacheError::InStep`] when the table has rows in this step already,
-    /// [`CacheError::NoTokens`] for an empty push, [`CacheError::UnknownTable`], [`CacheError::ForeignTable`].
+    /// [`CacheError::NoTokens`] for an empty push, [`CacheError::UnknownTable`], [`CacheError::ForeignTable`],
+    /// [`CacheError::StepEnded`].
     pub fn push(&mut self, table: TableId, tokens: &[TokenId]) -> Result<Range<u32>, CacheError> {
         if tokens.is_empty() {
             return Err(CacheError::NoTokens { table });
         }
+        self.check_outstanding()?;
         let first_row = push_rows(self.cache, &mut self.plan, table, tokens, &[], 0)?;
         Ok(first_row..self.plan.num_rows())
     }
@@ -120,11 +135,12 @@ impl<'a> StepBuilder<'a> {
     ///
     /// # Errors
     /// [`CacheError::HostPoolFull`], [`CacheError::InStep`], [`CacheError::UnknownTable`],
-    /// [`CacheError::ForeignTable`]. Nothing has changed then.
+    /// [`CacheError::ForeignTable`], [`CacheError::StepEnded`]. Nothing has changed then.
     ///
     /// # Complexity
     /// O(tables + blocks moved, times the tables that share them).
     pub fn swap_out(&mut self, table: TableId) -> Result<u32, CacheError> {
+        self.check_outstanding()?;
         self.cache.park(table)
     }
 
@@ -134,11 +150,12 @@ impl<'a> StepBuilder<'a> {
     ///
     /// # Errors
     /// [`CacheError::NoFreeBlocks`], [`CacheError::InTransfer`], [`CacheError::InStep`], [`CacheError::UnknownTable`],
-    /// [`CacheError::ForeignTable`]. Nothing has changed then.
+    /// [`CacheError::ForeignTable`], [`CacheError::StepEnded`]. Nothing has changed then.
     ///
     /// # Complexity
     /// As [`swap_out`](Self::swap_out).
     pub fn swap_in(&mut self, table: TableId) -> Result<(), CacheError> {
+        self.check_outstanding()?;
         self.cache.swap_in(table)
     }
 
@@ -168,8 +185,16 @@ impl<'a> StepBuilder<'a> {
     /// belong to no sequence.
     ///
     /// For an application whose own kernels want a fixed number of rows.
-    pub fn pad_to(&mut self, rows: u32) {
+    ///
+    /// # Errors
+    /// [`CacheError::TooManyRows`] beyond [`MAX_PADDED_ROWS`](Self::MAX_PADDED_ROWS).
+    pub fn pad_to(&mut self, rows: u32) -> Result<(), CacheError> {
+        let max_rows = Self::MAX_PADDED_ROWS;
+        if rows > max_rows {
+            return Err(CacheError::TooManyRows { rows, max_rows });
+        }
         self.padded_rows = rows;
+        Ok(())
     }
 
     /// Rows so far, without padding.
@@ -177,13 +202,15 @@ impl<'a> StepBuilder<'a> {
         self.plan.num_rows()
     }
 
-    /// The finished plan.
+    /// The finished plan: a stale one, if the step has ended in the meantime.
     pub fn finish(mut self) -> StepPlan {
         let rows = self.num_rows().max(self.padded_rows) as usize;
         self.plan.token_ids.resize(rows, 0);
         self.plan.positions.resize(rows, 0);
         self.plan.slot_mapping.resize(rows, PADDING_SLOT);
-        finish_plan(self.cache, &mut self.plan);
+        if self.is_outstanding() {
+            finish_plan(self.cache, &mut self.plan);
+        }
         self.plan
     }
 }

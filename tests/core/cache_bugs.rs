@@ -169,7 +169,7 @@ fn b23_padding_rows_write_nothing_and_belong_to_nobody() {
     let mut tables = Tables::new(4, 4);
     let table = tables.create(&[7, 8, 9]);
     let mut builder = StepBuilder::new(&mut tables.cache);
-    builder.pad_to(4);
+    builder.pad_to(4).unwrap();
     let rows = builder.push(table, &[10]).unwrap();
     assert_eq!(rows, 0..1, "padding comes last, whenever it was asked for");
     assert_eq!(

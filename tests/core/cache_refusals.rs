@@ -1,7 +1,8 @@
 //! What a cache and its steps refuse: ids that are not theirs, and numbers that cannot be.
 
 use paged_kv::{
-    BlockId, CacheConfig, CacheError, KvCache, KvType, ModelShape, Namespace, StepBuilder, TableId,
+    BlockId, CacheConfig, CacheError, CommitError, KvCache, KvType, ModelShape, Namespace, StepBuilder,
+    TableId,
 };
 
 const SHAPE: ModelShape = ModelShape { num_layers: 1, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
@@ -115,4 +116,60 @@ fn a_push_beyond_the_declared_maximum_is_refused_within_the_last_block_too() {
         drop(step);
         cache.assert_consistent();
     }
+}
+
+#[test]
+fn a_step_that_has_ended_while_it_is_built_is_refused_and_its_plan_is_stale() {
+    type End = fn(&mut StepBuilder<'_>);
+    let forget: End = |step| step.cache_mut().forget_device();
+    let begin_another: End = |step| drop(StepBuilder::new(step.cache_mut()));
+    let commit_another: End = |step| {
+        let table = step.cache_mut().create(4).unwrap();
+        let mut other = StepBuilder::new(step.cache_mut());
+        other.push(table, &[1]).unwrap();
+        let plan = other.finish();
+        step.cache_mut().commit_step(plan).unwrap();
+    };
+    let replace: End = |step| *step.cache_mut() = cache(8);
+    for (kind, end) in [forget, begin_another, commit_another, replace].into_iter().enumerate() {
+        let mut cache = cache(8);
+        let (first, second) = (table(&mut cache, &[1; 5]), table(&mut cache, &[2; 5]));
+        let mut step = StepBuilder::new(&mut cache);
+        step.push(first, &[3]).unwrap();
+        step.swap_out(second).unwrap();
+        end(&mut step);
+        let before = step.cache().stats();
+        let ended = |refused: Result<(), CacheError>| {
+            assert!(matches!(refused, Err(CacheError::StepEnded { .. })), "{kind}: {refused:?}");
+        };
+        ended(step.push(second, &[4]).map(drop));
+        ended(step.swap_out(first).map(drop));
+        ended(step.swap_in(second));
+        assert_eq!(step.cache().stats(), before);
+        let plan = step.finish();
+        cache.assert_consistent();
+        assert_eq!(plan.swap_outs(), [], "what another step moves is not in the plan");
+        let refused = cache.commit_step(plan);
+        let stale = matches!(refused, Err(CommitError::StalePlan { .. } | CommitError::ForeignPlan { .. }));
+        assert!(stale, "{kind}: {refused:?}");
+        // The cache goes on.
+        let next = table(&mut cache, &[5; 6]);
+        assert_eq!(cache.len(next), Ok(6));
+        cache.assert_consistent();
+    }
+}
+
+#[test]
+fn padding_is_bounded() {
+    let mut cache = cache(2);
+    let mut step = StepBuilder::new(&mut cache);
+    let max_rows = StepBuilder::MAX_PADDED_ROWS;
+    assert_eq!(step.pad_to(3), Ok(()));
+    for rows in [max_rows + 1, u32::MAX] {
+        assert_eq!(step.pad_to(rows), Err(CacheError::TooManyRows { rows, max_rows }));
+    }
+    assert_eq!(step.finish().num_rows(), 3, "a refusal changes nothing");
+    let mut step = StepBuilder::new(&mut cache);
+    assert_eq!(step.pad_to(max_rows), Ok(()));
+    assert_eq!(step.finish().num_rows(), max_rows);
 }

@@ -171,7 +171,7 @@ fn rows_of_padding_stay_as_they_are() {
     let table = rig.open();
     let mut step = paged_kv::StepBuilder::new(&mut rig.kv);
     step.push(table, &[1, 2]).expect("room");
-    step.pad_to(8);
+    step.pad_to(8).unwrap();
     let plan = step.finish();
     let tensors = rig.tensors(&plan);
     rig.write(&plan, &tensors);
