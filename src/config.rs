@@ -243,7 +243,8 @@ impl CacheConfig {
     /// The same rule with blocks of `block_size` tokens: a power of two from 1 to 4,096.
     ///
     /// # Errors
-    /// [`ConfigError::BlockSize`], or as the constructor.
+    /// [`ConfigError::BlockSize`], [`ConfigError::Overflow`] when the bytes of the host pool exceed 2^64, or as the
+    /// constructor.
     pub fn with_block_size(mut self, block_size: u32) -> Result<Self, ConfigError> {
         self.layout.block_size = block_size;
         self.resized()
@@ -273,30 +274,26 @@ impl CacheConfig {
     /// # Errors
     /// [`ConfigError::Overflow`] when its bytes exceed 2^64.
     pub fn with_host_blocks(mut self, host_blocks: u32) -> Result<Self, ConfigError> {
-        self.layout
-            .block_bytes()
-            .checked_mul(u64::from(host_blocks))
-            .ok_or(ConfigError::Overflow { what: "bytes of the host pool" })?;
         self.host_blocks = host_blocks;
+        self.check_host_bytes()?;
         Ok(self)
     }
 
+    fn check_host_bytes(&self) -> Result<(), ConfigError> {
+        let bytes = self.layout.block_bytes().checked_mul(u64::from(self.host_blocks));
+        bytes.map(drop).ok_or(ConfigError::Overflow { what: "bytes of the host pool" })
+    }
+
     fn resized(mut self) -> Result<Self, ConfigError> {
-        let block_size = self.layout.block_size;
-        if !block_size.is_power_of_two() || block_size > MAX_BLOCK_SIZE {
-            return Err(ConfigError::BlockSize { block_size, max: MAX_BLOCK_SIZE });
-        }
+        self.layout.validate()?;
         if self.max_sequences == 0 {
             return Err(ConfigError::Zero { field: "max_sequences" });
         }
         if self.declared_tokens == Some(0) {
             return Err(ConfigError::Zero { field: "max_sequence_tokens" });
         }
-        if self.layout.checked_block_bytes().is_none() {
-            return Err(ConfigError::Overflow { what: "bytes of a block" });
-        }
         let num_blocks = self.solve_num_blocks()?;
-        let slots = u64::from(num_blocks) * u64::from(block_size);
+        let slots = u64::from(num_blocks) * u64::from(self.layout.block_size);
         if num_blocks == 0 {
             return Err(ConfigError::Zero { field: "num_blocks" });
         }
@@ -311,6 +308,7 @@ impl CacheConfig {
             (None, _) => slots as u32,
         };
         self.checked_bytes_total().ok_or(ConfigError::Overflow { what: "bytes of the cache" })?;
+        self.check_host_bytes()?;
         Ok(self)
     }
 
@@ -447,7 +445,7 @@ impl CacheConfig {
         let num_arenas = self.layout.num_layers.div_ceil(fitting);
         // As many arenas as the largest group needs, filled evenly.
         let layers_per_arena = self.layout.num_layers.div_ceil(num_arenas);
-        Ok(ArenaLayout { block: self.layout, num_blocks: self.num_blocks, layers_per_arena })
+        ArenaLayout::new(self.layout, self.num_blocks, layers_per_arena)
     }
 
     /// Identifies everything that decides what the bytes of a block mean, and the size of the pool and its tables.
@@ -473,7 +471,11 @@ impl CacheConfig {
 }
 
 /// What a block holds: shapes, types and block size, and from them sizes and offsets in `u32` words.
+///
+/// A [`CacheConfig`] makes and checks it. Of a copy whose fields were set to what a configuration refuses, sizes mean
+/// nothing, and may panic; an [`ArenaLayout`] refuses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct BlockLayout {
     /// Layers.
     pub num_layers: u32,
@@ -523,9 +525,26 @@ impl BlockLayout {
     }
 
     /// Bytes of a block, all layers.
+    ///
+    /// # Panics
+    /// When they exceed 2^64: a configuration refuses such a layout.
     pub fn block_bytes(&self) -> u64 {
-        // Checked where a configuration is made.
-        self.checked_block_bytes().unwrap_or(u64::MAX)
+        self.checked_block_bytes().expect("a configuration refuses blocks of more than 2^64 bytes")
+    }
+
+    fn validate(&self) -> Result<(), ConfigError> {
+        for (field, value) in [("num_layers", self.num_layers), ("num_kv_heads", self.num_kv_heads)] {
+            if value == 0 {
+                return Err(ConfigError::Zero { field });
+            }
+        }
+        validate_head_dim(self.k_head_dim)?;
+        validate_head_dim(self.v_head_dim)?;
+        let block_size = self.block_size;
+        if !block_size.is_power_of_two() || block_size > MAX_BLOCK_SIZE {
+            return Err(ConfigError::BlockSize { block_size, max: MAX_BLOCK_SIZE });
+        }
+        self.checked_block_bytes().map(drop).ok_or(ConfigError::Overflow { what: "bytes of a block" })
     }
 
     fn checked_block_bytes(&self) -> Option<u64> {
@@ -544,6 +563,7 @@ pub enum KvPart {
 
 /// The pool cut into arenas: groups of consecutive layers, one storage buffer each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ArenaLayout {
     /// What a block holds.
     pub block: BlockLayout,
@@ -554,36 +574,77 @@ pub struct ArenaLayout {
 }
 
 impl ArenaLayout {
+    /// Arenas of `num_blocks` blocks and at most `layers_per_arena` layers each. [`CacheConfig::arenas`] makes those that a
+    /// device can hold.
+    ///
+    /// # Errors
+    /// [`ConfigError::Zero`] without blocks or layers, [`ConfigError::Overflow`] when an arena's bytes exceed 2^64, and
+    /// whatever a configuration says of `block`.
+    pub fn new(block: BlockLayout, num_blocks: u32, layers_per_arena: u32) -> Result<Self, ConfigError> {
+        block.validate()?;
+        for (field, value) in [("num_blocks", num_blocks), ("layers_per_arena", layers_per_arena)] {
+            if value == 0 {
+                return Err(ConfigError::Zero { field });
+            }
+        }
+        let layers_per_arena = layers_per_arena.min(block.num_layers);
+        let layer_bytes = block.layer_block_words().checked_mul(u64::from(layers_per_arena) * 4);
+        layer_bytes
+            .and_then(|bytes| bytes.checked_mul(u64::from(num_blocks)))
+            .ok_or(ConfigError::Overflow { what: "bytes of an arena" })?;
+        Ok(Self { block, num_blocks, layers_per_arena })
+    }
+
     /// Number of arenas.
     pub fn num_arenas(&self) -> u32 {
         self.block.num_layers.div_ceil(self.layers_per_arena)
     }
 
     /// The arena of a layer, and the layer's index within that arena.
+    ///
+    /// # Panics
+    /// For a layer that there is not.
     pub fn arena_of(&self, layer: u32) -> (u32, u32) {
+        assert!(layer < self.block.num_layers, "layer {layer} of {}", self.block.num_layers);
         (layer / self.layers_per_arena, layer % self.layers_per_arena)
     }
 
     /// Layers in an arena.
+    ///
+    /// # Panics
+    /// For an arena that there is not.
     pub fn layers_in(&self, arena: u32) -> u32 {
+        assert!(arena < self.num_arenas(), "arena {arena} of {}", self.num_arenas());
         (self.block.num_layers - arena * self.layers_per_arena).min(self.layers_per_arena)
     }
 
     /// Words between consecutive blocks of an arena.
+    ///
+    /// # Panics
+    /// As [`layers_in`](Self::layers_in).
     pub fn block_stride_words(&self, arena: u32) -> u64 {
         u64::from(self.layers_in(arena)) * self.block.layer_block_words()
     }
 
     /// Bytes of an arena.
+    ///
+    /// # Panics
+    /// As [`layers_in`](Self::layers_in).
     pub fn arena_bytes(&self, arena: u32) -> u64 {
         u64::from(self.num_blocks) * self.block_stride_words(arena) * 4
     }
 
     /// The word at which a row starts within its arena: the only formula for an address, mirrored in
     /// `shaders/common/layout.wgsl`.
+    ///
+    /// # Panics
+    /// For a layer, block, head or slot that there is not: its word would be another row's.
     pub fn row_word(&self, layer: u32, part: KvPart, block: u32, kv_head: u32, slot_in_block: u32) -> u64 {
-        let (arena, layer_in_arena) = self.arena_of(layer);
         let layout = &self.block;
+        assert!(block < self.num_blocks, "block {block} of {}", self.num_blocks);
+        assert!(kv_head < layout.num_kv_heads, "kv head {kv_head} of {}", layout.num_kv_heads);
+        assert!(slot_in_block < layout.block_size, "slot {slot_in_block} of {}", layout.block_size);
+        let (arena, layer_in_arena) = self.arena_of(layer);
         let layer_start = u64::from(block) * self.block_stride_words(arena)
             + u64::from(layer_in_arena) * layout.layer_block_words();
         let (heads_start, head_words, row_words) = match part {

@@ -53,7 +53,7 @@ impl KvCache {
         let (mut hashes, mut found) = (Vec::new(), PrefixMatch::default());
         self.extend_hashes(namespace, tokens, &mut hashes);
         self.find_match(namespace, tokens, &hashes, &mut found);
-        let table = self.create(max_tokens.max(tokens.len() as u32))?;
+        let table = self.create(max_tokens.max(u32::try_from(tokens.len()).unwrap_or(u32::MAX)))?;
         Ok((table, self.adopt(table, &found)))
     }
 

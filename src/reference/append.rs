@@ -11,7 +11,7 @@ use crate::reference::{CpuCache, Rows};
 /// [`Rows::from_row`] for the tensors.
 ///
 /// # Panics
-/// When a slot lies beyond the pool, or a tensor has fewer rows than there are slots.
+/// When a slot lies beyond the pool, there is no such layer, or a tensor has fewer rows than there are slots.
 pub fn append(cache: &mut CpuCache, layer: u32, slot_mapping: &[u32], key: Rows<'_>, value: Rows<'_>) {
     let layout = *cache.layout();
     let block = layout.block;

@@ -54,7 +54,8 @@ impl<'a> AttentionInputs<'a> {
 /// as they are. `partials` is scratch, grown as needed and reusable.
 ///
 /// # Panics
-/// When a tensor has fewer rows than the step.
+/// When a tensor has fewer rows than the step, the cache has no such layer, or plan and split belong to another cache or
+/// step.
 pub fn attention(
     inputs: &AttentionInputs<'_>,
     split: &WorkSplit,

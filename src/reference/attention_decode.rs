@@ -12,7 +12,8 @@ use crate::schedule::{DIRECT, DecodeItem};
 /// that read it.
 ///
 /// # Panics
-/// When `output` or `partials` does not hold a row that an item writes.
+/// When `output` or `partials` does not hold a row that an item writes, the cache has no such layer, or an item names
+/// what the plan or the cache does not have.
 pub fn attention_decode(
     inputs: &AttentionInputs<'_>,
     items: &[DecodeItem],

@@ -15,7 +15,8 @@ use crate::schedule::{DIRECT, PrefillItem};
 /// sequence with `n` rows and context length `c` sees the keys `0 ..= c - n + i`; a row for which there are none gives 0.
 ///
 /// # Panics
-/// When `output` or `partials` does not hold a row that an item writes.
+/// When `output` or `partials` does not hold a row that an item writes, the cache has no such layer, or an item names
+/// what the plan or the cache does not have.
 pub fn attention_prefill(
     inputs: &AttentionInputs<'_>,
     items: &[PrefillItem],

@@ -35,9 +35,10 @@ impl std::error::Error for Mismatch {}
 /// [`Mismatch`], the worst element, when an error exceeds `tolerance`.
 ///
 /// # Panics
-/// When the lengths differ.
+/// When the lengths differ, or rows have no elements.
 pub fn compare(actual: &[f32], expected: &[f64], row_len: usize, tolerance: f64) -> Result<f64, Mismatch> {
     assert_eq!(actual.len(), expected.len(), "elements of the actual and of the expected result");
+    assert!(row_len > 0, "rows of no elements are compared");
     let mut worst: Option<Mismatch> = None;
     for (row, (actual, expected)) in actual.chunks(row_len).zip(expected.chunks(row_len)).enumerate() {
         let scale = expected.iter().map(|x| x.abs()).filter(|x| x.is_finite()).fold(0.0, f64::max);
@@ -83,6 +84,12 @@ mod tests {
         assert!(compare(&[f32::INFINITY], &[f64::NEG_INFINITY], 1, 1e9).is_err());
         assert!(compare(&[f32::MAX, 1.0], &[f64::INFINITY, 1.0], 2, 1e9).is_err());
         assert!(compare(&[f32::INFINITY, 1.0], &[1.0, 1.0], 2, 1e9).is_err());
+    }
+
+    #[test]
+    #[should_panic(expected = "rows of no elements")]
+    fn rows_have_elements() {
+        drop(compare(&[], &[], 0, 0.0));
     }
 
     #[test]

@@ -28,7 +28,7 @@ impl CpuCache {
     /// A zeroed cache of the size that `config` says.
     ///
     /// # Panics
-    /// When `config` was made for a model of another shape.
+    /// When `config` was made for a model of another shape, or query heads are no multiple of kv heads.
     pub fn new(shape: &ModelShape, config: &CacheConfig) -> Self {
         let block = *config.layout();
         assert_eq!(
@@ -36,8 +36,14 @@ impl CpuCache {
             (shape.num_layers, shape.num_kv_heads, shape.head_dim),
             "layers, kv heads and key head size of the cache, then of the model"
         );
-        let layout =
-            ArenaLayout { block, num_blocks: config.num_blocks(), layers_per_arena: block.num_layers };
+        assert!(
+            shape.num_query_heads.is_multiple_of(shape.num_kv_heads),
+            "{} query heads are no multiple of {} kv heads",
+            shape.num_query_heads,
+            shape.num_kv_heads
+        );
+        let layout = ArenaLayout::new(block, config.num_blocks(), block.num_layers)
+            .expect("a configuration has checked its layout, and the bytes of the pool");
         Self {
             layout,
             num_query_heads: shape.num_query_heads,
@@ -84,10 +90,10 @@ impl CpuCache {
             // A part of the work owns whole rows: a chunk that is cut into spans is one thread's all the same.
             workgroups_per_tile: num_threads.max(1),
             heads_per_kv_head: self.heads_per_kv_head(),
-            prefill_queries: 16 * self.heads_per_kv_head(),
+            prefill_queries: self.heads_per_kv_head().saturating_mul(16),
             span_quantum: self.layout.block.block_size.max(32),
             target_workgroups: num_threads,
-            max_partials: 2 * num_threads,
+            max_partials: num_threads.saturating_mul(2),
             fixed_span_tokens: None,
             dispatch_work_budget: u64::MAX,
         }
@@ -158,6 +164,9 @@ impl CpuCache {
     }
 
     /// The key of one head in a slot, as stored.
+    ///
+    /// # Panics
+    /// For a layer, block, head or slot that there is not.
     pub fn key_row(&self, layer: u32, block: u32, kv_head: u32, slot_in_block: u32) -> Vec<f32> {
         let mut row = vec![0.0; self.layout.block.k_head_dim as usize];
         self.read_rows(layer, KvPart::K, block, kv_head, slot_in_block, &mut row);
@@ -165,6 +174,9 @@ impl CpuCache {
     }
 
     /// The value of one head in a slot, as stored.
+    ///
+    /// # Panics
+    /// For a layer, block, head or slot that there is not.
     pub fn value_row(&self, layer: u32, block: u32, kv_head: u32, slot_in_block: u32) -> Vec<f32> {
         let mut row = vec![0.0; self.layout.block.v_head_dim as usize];
         self.read_rows(layer, KvPart::V, block, kv_head, slot_in_block, &mut row);
@@ -173,8 +185,14 @@ impl CpuCache {
 
     /// The keys and the values of a sequence's first `num_tokens` tokens through its block table, as stored:
     /// `[tokens, num_kv_heads, head_dim]`, the form that [`dense_attention`](crate::reference::dense_attention) takes.
+    ///
+    /// # Panics
+    /// For a layer or table row that there is not, for more tokens than a table has slots, and for an entry that names no
+    /// block of the pool.
     pub fn gather(&self, layer: u32, table_row: u32, num_tokens: u32) -> (Vec<f32>, Vec<f32>) {
         let block_size = self.layout.block.block_size;
+        let slots = u64::from(self.table_entries) * u64::from(block_size);
+        assert!(u64::from(num_tokens) <= slots, "{num_tokens} tokens of a table of {slots} slots");
         let (mut keys, mut values) = (Vec::new(), Vec::new());
         for token in 0..num_tokens {
             let block = self.table(table_row)[(token / block_size) as usize];
@@ -187,6 +205,9 @@ impl CpuCache {
     }
 
     /// Writes one head's key or value into a slot, rounded to the stored type.
+    ///
+    /// # Panics
+    /// For a layer, block, head or slot that there is not, and for a row of another length than the head's.
     pub fn write_row(
         &mut self,
         layer: u32,
@@ -196,6 +217,11 @@ impl CpuCache {
         slot_in_block: u32,
         row: &[f32],
     ) {
+        let head_dim = match part {
+            KvPart::K => self.layout.block.k_head_dim,
+            KvPart::V => self.layout.block.v_head_dim,
+        };
+        assert_eq!(row.len(), head_dim as usize, "elements of the row, and of a head");
         let start = self.layout.row_word(layer, part, block, kv_head, slot_in_block) as usize;
         let kv_type = self.part_type(part);
         let words = &mut self.words[start..][..row.len() * kv_type.bits() as usize / 32];

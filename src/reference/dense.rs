@@ -35,11 +35,25 @@ pub struct DenseOutput {
 }
 
 /// Causal attention of a sequence's last rows: with `n` rows and `c` tokens, row `i` sees the keys `0 ..= c - n + i`.
+///
+/// # Panics
+/// When there are no heads, a head has no elements, kv heads do not divide query heads, or a tensor's length is no whole
+/// number of rows, or of as many as the keys'.
 pub fn dense_attention(inputs: &DenseInputs<'_>) -> DenseOutput {
     let (query_heads, kv_heads) = (inputs.num_query_heads as usize, inputs.num_kv_heads as usize);
     let (k_len, v_len) = (inputs.k_head_dim as usize, inputs.v_head_dim as usize);
+    assert!(kv_heads > 0 && query_heads > 0, "{query_heads} query heads, {kv_heads} kv heads");
+    assert!(k_len > 0 && v_len > 0, "heads of {k_len} and {v_len} elements");
+    assert!(query_heads.is_multiple_of(kv_heads), "{query_heads} query heads, {kv_heads} kv heads");
+    assert!(
+        inputs.query.len().is_multiple_of(query_heads * k_len),
+        "{} elements of queries",
+        inputs.query.len()
+    );
+    assert!(inputs.keys.len().is_multiple_of(kv_heads * k_len), "{} elements of keys", inputs.keys.len());
     let rows = inputs.query.len() / (query_heads * k_len);
     let tokens = inputs.keys.len() / (kv_heads * k_len);
+    assert_eq!(inputs.values.len(), tokens * kv_heads * v_len, "elements of the values of {tokens} tokens");
     let mut output = Vec::with_capacity(rows * query_heads * v_len);
     let mut lse = Vec::with_capacity(rows * query_heads);
     for (index, query) in inputs.query.chunks_exact(k_len).enumerate() {

@@ -30,6 +30,9 @@ pub struct PrefillPart<'a> {
 
 /// Cuts decode items into at most `num_parts` parts of about equal work.
 ///
+/// # Panics
+/// When an item names a sequence that the plan does not have, or a span that ends before it begins.
+///
 /// ```
 /// # use paged_kv::reference::{AttentionInputs, RowsMut, attention_decode, decode_parts};
 /// # use paged_kv::DecodeItem;
@@ -73,6 +76,9 @@ pub fn decode_parts<'a>(
 }
 
 /// Cuts prefill items into at most `num_parts` parts of about equal work, never within a row.
+///
+/// # Panics
+/// As [`decode_parts`].
 pub fn prefill_parts<'a>(
     inputs: &AttentionInputs<'_>,
     items: &'a [PrefillItem],

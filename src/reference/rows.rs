@@ -21,7 +21,7 @@ impl<'a> Rows<'a> {
     /// # Panics
     /// When the row ends beyond the data.
     pub fn row(&self, row: usize, len: usize) -> &'a [f32] {
-        &self.data[row * self.stride..][..len]
+        &self.data[row.saturating_mul(self.stride)..][..len]
     }
 
     /// The view from row `row` on, which becomes row 0.
@@ -29,7 +29,7 @@ impl<'a> Rows<'a> {
     /// # Panics
     /// When the row starts beyond the data.
     pub fn from_row(&self, row: usize) -> Self {
-        Self { data: &self.data[row * self.stride..], stride: self.stride }
+        Self { data: &self.data[row.saturating_mul(self.stride)..], stride: self.stride }
     }
 }
 
@@ -53,7 +53,7 @@ impl<'a> RowsMut<'a> {
     /// When the view does not hold the row.
     pub fn row_mut(&mut self, row: usize, len: usize) -> &mut [f32] {
         assert!(row >= self.first_row, "row {row} lies before the view, which starts at {}", self.first_row);
-        &mut self.data[(row - self.first_row) * self.stride..][..len]
+        &mut self.data[(row - self.first_row).saturating_mul(self.stride)..][..len]
     }
 
     /// The rows before `row`, and those from `row` on; both keep their numbers.

@@ -131,7 +131,7 @@ fn b21_addresses_beyond_32_bits_are_exact() {
     // 16 tokens, 8 heads of 128 half-precision elements, keys and values: 16,384 words a block.
     let shape = ModelShape { num_layers: 1, num_query_heads: 8, num_kv_heads: 8, head_dim: 128 };
     let config = CacheConfig::for_blocks(16, &shape, KvType::F16).unwrap();
-    let arena = ArenaLayout { block: *config.layout(), num_blocks: u32::MAX, layers_per_arena: 1 };
+    let arena = ArenaLayout::new(*config.layout(), u32::MAX, 1).unwrap();
     assert_eq!(arena.block_stride_words(0), 16_384);
     for (block, word) in [
         (131_071, 2_147_467_264),

@@ -1,9 +1,11 @@
 //! What a cache and its steps refuse: ids that are not theirs, and numbers that cannot be.
 
+use paged_kv::reference::CpuCache;
 use paged_kv::{
-    BlockId, CacheConfig, CacheError, CommitError, KvCache, KvType, ModelShape, Namespace, StepBuilder,
-    TableId,
+    ArenaLayout, BlockId, CacheConfig, CacheError, CommitError, ConfigError, KvCache, KvPart, KvType,
+    ModelShape, Namespace, StepBuilder, TableId,
 };
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 const SHAPE: ModelShape = ModelShape { num_layers: 1, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
 
@@ -172,4 +174,62 @@ fn padding_is_bounded() {
     let mut step = StepBuilder::new(&mut cache);
     assert_eq!(step.pad_to(max_rows), Ok(()));
     assert_eq!(step.finish().num_rows(), max_rows);
+}
+
+#[test]
+fn the_bytes_of_a_host_pool_are_checked_whatever_is_changed_last() {
+    let shape =
+        ModelShape { num_layers: 1 << 20, num_query_heads: 1 << 10, num_kv_heads: 1 << 10, head_dim: 8 };
+    let config = CacheConfig::for_blocks(1, &shape, KvType::F32).unwrap().with_block_size(1).unwrap();
+    // 2^36 bytes a token; blocks of 2^28 and of 2^27 tokens are 2^64 bytes and half as many.
+    assert_eq!(config.bytes_per_block(), 1 << 36);
+    let overflow = ConfigError::Overflow { what: "bytes of the host pool" };
+    let config = config.with_host_blocks((1 << 28) - 1).unwrap();
+    assert_eq!(config.host_bytes(), ((1 << 28) - 1) << 36);
+    assert_eq!(config.with_host_blocks(1 << 28).unwrap_err(), overflow);
+    assert_eq!(config.with_block_size(2).unwrap_err(), overflow);
+    assert_eq!(config.with_max_sequences(2).unwrap().host_bytes(), config.host_bytes());
+}
+
+/// The message of a panic.
+fn panic_of(work: impl FnOnce()) -> String {
+    let panic = catch_unwind(AssertUnwindSafe(work)).expect_err("it panics");
+    panic.downcast_ref::<String>().cloned().unwrap_or_default()
+}
+
+#[test]
+fn addresses_that_a_layout_does_not_have_are_refused_with_both_numbers() {
+    let shape = ModelShape { num_layers: 3, num_query_heads: 2, num_kv_heads: 2, head_dim: 8 };
+    let config = CacheConfig::for_blocks(5, &shape, KvType::F32).unwrap().with_block_size(4).unwrap();
+    let arena = ArenaLayout::new(*config.layout(), 5, 2).unwrap();
+    assert_eq!((arena.num_arenas(), arena.layers_in(1), arena.arena_of(2)), (2, 1, (1, 0)));
+    let last = arena.row_word(1, KvPart::V, 4, 1, 3);
+    assert_eq!(last + 8, arena.arena_bytes(0) / 4, "the last row of the first arena");
+    let row = |layer, block, kv_head, slot| {
+        panic_of(|| drop(arena.row_word(layer, KvPart::K, block, kv_head, slot)))
+    };
+    assert_eq!(row(3, 0, 0, 0), "layer 3 of 3");
+    assert_eq!(row(0, 5, 0, 0), "block 5 of 5");
+    assert_eq!(row(0, 0, 2, 0), "kv head 2 of 2");
+    assert_eq!(row(0, 0, 0, 4), "slot 4 of 4");
+    assert_eq!(panic_of(|| drop(arena.layers_in(2))), "arena 2 of 2");
+    assert_eq!(panic_of(|| drop(arena.arena_bytes(u32::MAX))), "arena 4294967295 of 2");
+
+    let zero = |field| Err(ConfigError::Zero { field });
+    assert_eq!(ArenaLayout::new(*config.layout(), 0, 1), zero("num_blocks"));
+    assert_eq!(ArenaLayout::new(*config.layout(), 1, 0), zero("layers_per_arena"));
+    let mut block = *config.layout();
+    block.block_size = 3;
+    assert_eq!(ArenaLayout::new(block, 1, 1), Err(ConfigError::BlockSize { block_size: 3, max: 4096 }));
+    block = *config.layout();
+    (block.num_layers, block.num_kv_heads) = (u32::MAX, u32::MAX);
+    assert_eq!(ArenaLayout::new(block, 1, 1), Err(ConfigError::Overflow { what: "bytes of a block" }));
+
+    let mut cpu = CpuCache::new(&shape, &config);
+    assert_eq!(panic_of(|| drop(cpu.key_row(0, 0, 2, 0))), "kv head 2 of 2");
+    assert_eq!(panic_of(|| drop(cpu.value_row(0, 0, 0, 4))), "slot 4 of 4");
+    assert_eq!(panic_of(|| drop(cpu.gather(0, 0, 21))), "21 tokens of a table of 20 slots");
+    assert_eq!(panic_of(|| drop(cpu.gather(3, 0, 1))), "layer 3 of 3");
+    let long = panic_of(|| cpu.write_row(0, KvPart::K, 0, 0, 0, &[0.0; 9]));
+    assert!(long.contains("elements of the row"), "{long}");
 }

@@ -83,7 +83,7 @@ fn b21_addresses_do_not_wrap_at_two_to_the_31() {
     // 8 heads of 128 lanes, 16 tokens, keys and values in f16: 16384 words per block.
     let shape = ModelShape { num_layers: 1, num_query_heads: 8, num_kv_heads: 8, head_dim: 128 };
     let config = CacheConfig::for_blocks(1 << 19, &shape, KvType::F16).expect("a valid configuration");
-    let layout = ArenaLayout { block: *config.layout(), num_blocks: 1 << 19, layers_per_arena: 1 };
+    let layout = ArenaLayout::new(*config.layout(), 1 << 19, 1).unwrap();
     let first_words =
         [131_071, 131_072, 262_143, 262_144].map(|block| layout.row_word(0, KvPart::K, block, 0, 0));
     assert_eq!(first_words, [2_147_467_264, 2_147_483_648, 4_294_950_912, 4_294_967_296]);
