@@ -333,11 +333,11 @@ pub enum RequestError {
         /// Tokens of the sequence.
         len: usize,
     },
-    /// More drafts than the configured lookahead.
+    /// More drafts than the configuration allows.
     TooManyDrafts {
         /// Drafts given.
         drafts: usize,
-        /// The lookahead.
+        /// Most that are allowed.
         max: u32,
     },
     /// The cache refused; see there.
@@ -365,7 +365,9 @@ impl fmt::Display for RequestError {
             Self::BeyondLength { tokens, len } => {
                 write!(f, "position {tokens} is beyond the sequence's {len} tokens")
             }
-            Self::TooManyDrafts { drafts, max } => write!(f, "{drafts} drafts exceed the lookahead of {max}"),
+            Self::TooManyDrafts { drafts, max } => {
+                write!(f, "{drafts} drafts exceed the {max} that are configured")
+            }
             Self::Cache(error) => error.fmt(f),
         }
     }

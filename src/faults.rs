@@ -80,7 +80,6 @@ mod active {
         AdmittedAfterPreempting 9 "Others are let in by a step that preempted."
         NoLastResort 9 "A step without rows gives up."
         MaximumUnchecked 10 "A request may be longer than a table."
-        LookaheadUncapped 10 "Lookahead grows a table beyond its declared maximum."
         SlotShared 11 "Two neighbours of a sequence have one slot."
         RollbackKeepsLength 12 "A rolled back table stays as long as it was planned."
         RollbackKeepsCopy 12 "A rolled back table keeps its copy of a shared block."

@@ -317,7 +317,7 @@ impl Server for Paging<'_> {
             never,
             ended: tokens(cache.in_transfer_blocks),
             cached: tokens(cache.cached_blocks),
-            unshared: cache.tokens + cache.tail_waste_tokens + cache.lookahead_tokens,
+            unshared: cache.tokens + cache.tail_waste_tokens,
             held,
             residents: self.crowd.running.len() as u64,
             waiting: self.lacks_memory,

@@ -34,9 +34,12 @@ impl KvCache {
             for block in &table.blocks {
                 counts[block.0 as usize] += 1;
             }
-            let reserved = (used as usize * usize::from(table.live)).min(table.blocks.len());
-            for &block in &table.blocks[reserved..] {
-                assert_eq!(self.pool.ref_count(block), 1, "I3: a block reserved ahead is shared");
+            assert!(
+                !table.live || used == table.num_blocks(),
+                "I4: table {row} holds blocks beyond its length"
+            );
+            if let Some(&tail) = table.blocks.last().filter(|_| table.in_step) {
+                assert_eq!(self.pool.ref_count(tail), 1, "I3: the step writes into a shared block");
             }
             assert!(!table.is_out() || !table.in_step, "table {row} is swapped out and written");
             let mut sent = table.host.iter().filter_map(|&slot| Some(self.host.as_ref()?.sent(slot)));

@@ -97,7 +97,7 @@ mod tests {
     /// One step, after which the table holds `tokens`, of which it has the first `from`, and others can find them.
     fn grow(cache: &mut KvCache, table: TableId, tokens: &[TokenId], from: usize) {
         cache.begin_step();
-        cache.grow(table, (tokens.len() - from) as u32, 0).expect("free blocks");
+        cache.grow(table, (tokens.len() - from) as u32).expect("free blocks");
         cache.finish_step();
         cache.register_prefix(table, &Namespace::default(), tokens).expect("tokens of the table");
     }
@@ -143,7 +143,7 @@ mod tests {
                 release(cache, tables);
                 let all = cache.create(2 * len).expect("a free table");
                 cache.begin_step();
-                cache.grow(all, 2 * len, 0).expect("blocks that can be evicted");
+                cache.grow(all, 2 * len).expect("blocks that can be evicted");
             });
             let trim = visits_for_each(len, Some(0), release);
             for (what, visits) in

@@ -413,7 +413,6 @@ impl KvCache {
             stats.tokens += u64::from(on_device);
             stats.host_tokens += u64::from(table.len - on_device);
             stats.tail_waste_tokens += u64::from(used) * block_size - u64::from(on_device);
-            stats.lookahead_tokens += u64::from(table.blocks.len() as u32 - used) * block_size;
         }
         stats
     }

@@ -51,8 +51,6 @@ pub struct CacheStats {
     pub tokens: u64,
     /// Slots that last blocks leave unused, summed over tables.
     pub tail_waste_tokens: u64,
-    /// Slots in blocks that are reserved ahead of the length, summed over tables.
-    pub lookahead_tokens: u64,
     /// Blocks copied on write so far, rolled-back steps not counted.
     pub block_copies: u64,
 }
@@ -62,7 +60,7 @@ impl fmt::Display for CacheStats {
         write!(
             f,
             "{} blocks: {} free, {} cached, {} held ({} shared), {} in transfer; {} tokens in {} tables, \
-             {} slots unused in last blocks, {} reserved ahead; {} blocks copied",
+             {} slots unused in last blocks; {} blocks copied",
             self.num_blocks,
             self.free_blocks,
             self.cached_blocks,
@@ -72,7 +70,6 @@ impl fmt::Display for CacheStats {
             self.tokens,
             self.num_tables,
             self.tail_waste_tokens,
-            self.lookahead_tokens,
             self.block_copies,
         )?;
         if self.host_blocks > 0 {

@@ -39,15 +39,15 @@ pub(super) enum Undo {
 }
 
 impl KvCache {
-    /// Free blocks that `num_tokens` more tokens in `table` would take, and `lookahead` beyond them (capped at what the
-    /// table may grow to): new blocks, and one for the copy of a shared last block. Of a table that is swapped out, those
-    /// that bring it back, too: what [`swap_in`](crate::StepBuilder::swap_in) and the push need together.
+    /// Free blocks that `num_tokens` more tokens in `table` would take: new blocks, and one for the copy of a shared last
+    /// block. Of a table that is swapped out, those that bring it back, too: what
+    /// [`swap_in`](crate::StepBuilder::swap_in) and the push need together.
     ///
     /// # Errors
     /// As [`len`](Self::len).
-    pub fn blocks_needed(&self, table: TableId, num_tokens: u32, lookahead: u32) -> Result<u32, CacheError> {
+    pub fn blocks_needed(&self, table: TableId, num_tokens: u32) -> Result<u32, CacheError> {
         let table = self.live(table)?;
-        let new = self.new_blocks(table, num_tokens, lookahead);
+        let new = self.new_blocks(table, num_tokens);
         let copied = self.copied_tail(table, new).is_some() || self.shares_tail_in_host_pool(table);
         let returning = table.host.len() as u32;
         Ok(new.saturating_add(returning).saturating_add(u32::from(num_tokens > 0 && copied)))
@@ -61,17 +61,9 @@ impl KvCache {
         slot.is_some_and(|&slot| self.host.as_ref().is_some_and(|host| host.ref_count(slot) > 1))
     }
 
-    fn new_blocks(&self, table: &BlockTable, num_tokens: u32, lookahead: u32) -> u32 {
-        self.target_blocks(table, num_tokens, lookahead).saturating_sub(table.num_blocks())
-    }
-
-    fn target_blocks(&self, table: &BlockTable, num_tokens: u32, lookahead: u32) -> u32 {
-        let layout = self.config.layout();
+    fn new_blocks(&self, table: &BlockTable, num_tokens: u32) -> u32 {
         let len = table.len.saturating_add(num_tokens);
-        let written = layout.blocks_for(len);
-        let ahead = layout.blocks_for(len.saturating_add(lookahead));
-        let most = if fault!(LookaheadUncapped) { u32::MAX } else { table.max_blocks };
-        written.max(ahead.min(most))
+        self.config.layout().blocks_for(len).saturating_sub(table.num_blocks())
     }
 
     /// The entry of the block that the next token is written into, if it is partly filled.
@@ -132,20 +124,20 @@ impl KvCache {
         self.last_step
     }
 
-    /// Makes room for `num_tokens` more tokens and `lookahead` beyond them, and counts the tokens in. All or nothing.
-    pub(crate) fn grow(&mut self, table: TableId, num_tokens: u32, lookahead: u32) -> Result<(), CacheError> {
+    /// Makes room for `num_tokens` more tokens and counts them in. All or nothing.
+    pub(crate) fn grow(&mut self, table: TableId, num_tokens: u32) -> Result<(), CacheError> {
         debug_assert!(self.outstanding, "a table grows only inside a step");
         let before = self.idle(table)?;
         if !before.host.is_empty() {
             return Err(CacheError::SwappedOut { table, blocks: before.host.len() as u32 });
         }
         let (len, num_blocks, parked) = (before.len, before.num_blocks(), before.parked);
-        let new = self.new_blocks(before, num_tokens, lookahead);
+        let new = self.new_blocks(before, num_tokens);
         let (tokens, max_tokens) = (len.saturating_add(num_tokens), before.max_tokens);
         if tokens > max_tokens {
             return Err(CacheError::ExceedsTable { tokens, max_tokens });
         }
-        let needed = self.blocks_needed(table, num_tokens, lookahead)?;
+        let needed = self.blocks_needed(table, num_tokens)?;
         let available = self.pool.num_available();
         if needed > available {
             return Err(CacheError::NoFreeBlocks { needed, available });

@@ -332,7 +332,7 @@ mod tests {
             let first = cache.create(len).expect("a free table");
             let grow = |cache: &mut KvCache| -> Result<(), CacheError> {
                 cache.begin_step();
-                cache.grow(first, len, 0)?;
+                cache.grow(first, len)?;
                 cache.finish_step();
                 Ok(())
             };

@@ -304,11 +304,7 @@ impl Scheduler {
             rows = 1;
         }
         self.cache.set_reserved(self.reserved_by_others(index));
-        let mut lookahead = self.config.lookahead.saturating_sub(drafts);
-        if self.blocks_short(index, rows, lookahead) > 0 {
-            lookahead = 0;
-        }
-        if self.blocks_short(index, rows, 0) > 0 {
+        if self.blocks_short(index, rows) > 0 {
             rows = self.room_for(index, rows);
             if rows == 0 {
                 return Planned::NoRoom;
@@ -319,7 +315,7 @@ impl Scheduler {
         let start = computed as usize;
         let tokens = &sequence.tokens[start..start + known as usize];
         let drafts: &[TokenId] = &sequence.drafts[..(rows - known) as usize];
-        let Ok(first_row) = push_rows(&mut self.cache, plan, table, tokens, drafts, lookahead) else {
+        let Ok(first_row) = push_rows(&mut self.cache, plan, table, tokens, drafts) else {
             debug_assert!(false, "blocks were counted before they were taken");
             return Planned::NoRoom;
         };
@@ -360,9 +356,9 @@ impl Scheduler {
     }
 
     /// Blocks that are lacking for `rows` more rows.
-    fn blocks_short(&self, index: Index, rows: u32, lookahead: u32) -> u32 {
+    fn blocks_short(&self, index: Index, rows: u32) -> u32 {
         let Some(table) = self.get(index).table else { return u32::MAX };
-        let needed = self.cache.blocks_needed(table, rows, lookahead).unwrap_or(u32::MAX);
+        let needed = self.cache.blocks_needed(table, rows).unwrap_or(u32::MAX);
         self.missing_to(index, needed)
     }
 
@@ -380,8 +376,7 @@ impl Scheduler {
     /// to the first block's. Returns the rows that fit then.
     fn room_for(&mut self, index: Index, rows: u32) -> u32 {
         let Some(table) = self.get(index).table else { return 0 };
-        let needed =
-            |scheduler: &Self, rows| scheduler.cache.blocks_needed(table, rows, 0).unwrap_or(u32::MAX);
+        let needed = |scheduler: &Self, rows| scheduler.cache.blocks_needed(table, rows).unwrap_or(u32::MAX);
         let fit = self.rows_that_fit(index, rows);
         let mut wanted = rows;
         while wanted > fit {

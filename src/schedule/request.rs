@@ -245,10 +245,13 @@ pub struct MissCounts {
 /// When a request is let in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Admission {
-    /// Every admitted sequence can grow to its declared maximum: nothing is ever preempted (I8).
+    /// Every admitted sequence can grow to its declared maximum: nothing is ever preempted (I8). A request without
+    /// [`max_new_tokens`](Request::max_new_tokens) is promised the whole context, which often is the whole pool: state a
+    /// maximum where chats are to run side by side.
     Guaranteed,
     /// A request is let in when its tokens fit and `watermark_blocks` stay free; sequences that outgrow the pool are
-    /// preempted, and computed again later. The watermark does not hold back the only request.
+    /// preempted, and computed again later, a bounded number of times. None of them fails half-way. The watermark does
+    /// not hold back the only request.
     Overcommitted {
         /// Blocks left free at admission; less than the pool has.
         watermark_blocks: u32,
@@ -268,8 +271,9 @@ pub struct SchedulerConfig {
     pub max_running: Option<u32>,
     /// When a request is let in.
     pub admission: Admission,
-    /// Tokens reserved beyond every running sequence, for drafts; what is unused returns at commit.
-    pub lookahead: u32,
+    /// Drafts that a sequence may propose for a step at most. Drafts that are proposed take rows and blocks of their step
+    /// like other tokens; nothing is set aside for those that are not.
+    pub max_drafts: u32,
     /// How often a sequence may be preempted. At the bound it is let in again only with everything it may still need
     /// reserved, and is not preempted any more (I9).
     pub max_preemptions: u32,
@@ -285,15 +289,15 @@ pub struct SchedulerConfig {
 }
 
 impl Default for SchedulerConfig {
-    /// 512 rows and 2^24 (row, key) pairs a step, guaranteed admission, no lookahead, at most 3 preemptions, by
+    /// 512 rows and 2^24 (row, key) pairs a step, overcommitted admission without a watermark, no drafts, at most 3 preemptions, by
     /// recomputation and lowest priority first; a prefix cache; classes 256 steps apart.
     fn default() -> Self {
         Self {
             step_tokens: 512,
             step_work_budget: 1 << 24,
             max_running: None,
-            admission: Admission::Guaranteed,
-            lookahead: 0,
+            admission: Admission::Overcommitted { watermark_blocks: 0 },
+            max_drafts: 0,
             max_preemptions: 3,
             prefix_cache: Some(PrefixCacheConfig::default()),
             preemption: PreemptionMode::default(),

@@ -384,14 +384,15 @@ impl Scheduler {
     /// or the step's budget are left out. A commit forgets them, used or not: what follows its new token is unknown yet.
     ///
     /// # Errors
-    /// [`RequestError::Unknown`], and [`RequestError::TooManyDrafts`] beyond the configured lookahead.
+    /// [`RequestError::Unknown`], and [`RequestError::TooManyDrafts`] beyond
+    /// [`SchedulerConfig::max_drafts`](crate::SchedulerConfig::max_drafts).
     pub fn propose(
         &mut self,
         sequence: impl Into<SequenceId>,
         drafts: &[TokenId],
     ) -> Result<(), RequestError> {
         let index = self.find(sequence.into())?;
-        let max = self.config.lookahead;
+        let max = self.config.max_drafts;
         if drafts.len() > max as usize {
             return Err(RequestError::TooManyDrafts { drafts: drafts.len(), max });
         }

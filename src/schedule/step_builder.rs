@@ -27,19 +27,17 @@ pub(super) fn begin_plan(cache: &mut KvCache, plan: &mut StepPlan) {
     plan.query_starts.push(0);
 }
 
-/// Appends `tokens`, then `drafts`, to `table` and plans one row for each, with `lookahead` tokens reserved beyond them.
-/// Returns the first row. All or nothing.
+/// Appends `tokens`, then `drafts`, to `table` and plans one row for each. Returns the first row. All or nothing.
 pub(super) fn push_rows(
     cache: &mut KvCache,
     plan: &mut StepPlan,
     table: TableId,
     tokens: &[TokenId],
     drafts: &[TokenId],
-    lookahead: u32,
 ) -> Result<u32, CacheError> {
     let start = cache.len(table)?;
     let num_tokens = u32::try_from(tokens.len() + drafts.len()).unwrap_or(u32::MAX);
-    cache.grow(table, num_tokens, lookahead)?;
+    cache.grow(table, num_tokens)?;
     let first_row = plan.num_rows();
     let end = start + num_tokens;
     let block_size = cache.config().block_size();
@@ -118,7 +116,7 @@ impl<'a> StepBuilder<'a> {
             return Err(CacheError::NoTokens { table });
         }
         self.check_outstanding()?;
-        let first_row = push_rows(self.cache, &mut self.plan, table, tokens, &[], 0)?;
+        let first_row = push_rows(self.cache, &mut self.plan, table, tokens, &[])?;
         Ok(first_row..self.plan.num_rows())
     }
 

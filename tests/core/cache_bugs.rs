@@ -409,10 +409,10 @@ fn nothing_overflows_at_the_largest_numbers() {
     let config = config(4, 1).with_max_sequence_tokens(u32::MAX).unwrap();
     let mut cache = KvCache::new(config);
     let table = cache.create(4).unwrap();
-    assert_eq!(cache.blocks_needed(table, u32::MAX, u32::MAX), Ok(u32::MAX));
+    assert_eq!(cache.blocks_needed(table, u32::MAX), Ok(u32::MAX));
     let mut builder = StepBuilder::new(&mut cache);
     builder.push(table, &[1]).unwrap();
     let none = builder.request_logits(RequestId::from_raw(1).sample(0), u32::MAX, u32::MAX);
     assert!(matches!(none, Err(CacheError::NoSuchRow { .. })));
-    assert_eq!(builder.cache().blocks_needed(table, u32::MAX, 1), Ok(u32::MAX - 1));
+    assert_eq!(builder.cache().blocks_needed(table, u32::MAX), Ok(u32::MAX - 1));
 }

@@ -42,7 +42,7 @@ fn a_table_of_another_cache_is_refused_by_every_function_and_nothing_changes() {
     assert_eq!(home.len(foreign), Err(refused));
     assert_eq!(home.block_ids(foreign), Err(refused));
     assert_eq!(home.host_blocks_of(foreign), Err(refused));
-    assert_eq!(home.blocks_needed(foreign, 1, 0), Err(refused));
+    assert_eq!(home.blocks_needed(foreign, 1), Err(refused));
     assert_eq!(home.fork(foreign, 1, 8), Err(refused));
     assert_eq!(home.truncate(foreign, 1), Err(refused));
     assert_eq!(home.release(foreign), Err(refused));

@@ -42,7 +42,8 @@ fn a_sequence_stopped_early_holds_only_the_blocks_of_its_tokens() {
     // Declared 4,096 tokens, stopped at 200: 13 blocks of 16 are held, 256 were promised.
     let config = CacheConfig::for_context(4096, 2, &tiny(), KvType::F16).unwrap();
     assert_eq!(config.num_blocks(), 512);
-    let mut scheduler = Scheduler::new(SchedulerConfig::default(), config).unwrap();
+    let guaranteed = SchedulerConfig { admission: Admission::Guaranteed, ..SchedulerConfig::default() };
+    let mut scheduler = Scheduler::new(guaranteed, config).unwrap();
     let chat = scheduler.add(Request::new(vec![1; 200]).max_new_tokens(3896)).unwrap();
     scheduler.add(Request::new(vec![2; 1]).max_new_tokens(4095)).unwrap();
     let third = scheduler.add(Request::new(vec![3; 1]).max_new_tokens(1)).unwrap();

@@ -1,6 +1,6 @@
 //! Drafts: rows for tokens that are not decided yet, and what is reserved for them.
 
-use crate::scenarios::{cache, plain, run};
+use crate::scenarios::{cache, overcommitted, plain};
 use paged_kv::{
     CommitError, FinishReason, Request, RequestError, RequestId, RowResult, Schedule, Scheduler,
     SchedulerConfig, StepEvent, StepPlan,
@@ -8,7 +8,7 @@ use paged_kv::{
 
 /// A sequence of 5 prompt tokens and the token 1, about to decode with drafts.
 fn decoding(request: Request) -> (Scheduler, RequestId) {
-    let config = SchedulerConfig { lookahead: 4, ..plain() };
+    let config = SchedulerConfig { max_drafts: 4, ..plain() };
     let mut scheduler = Scheduler::new(config, cache(16, 4)).unwrap();
     let id = scheduler.add(request).unwrap();
     let plan = planned(&mut scheduler);
@@ -106,7 +106,7 @@ fn the_last_token_needs_no_draft() {
 }
 
 #[test]
-fn drafts_beyond_the_lookahead_are_refused() {
+fn more_drafts_than_configured_are_refused() {
     let (mut scheduler, id) = decoding(prompt());
     let error = scheduler.propose(id, &[1; 5]).unwrap_err();
     assert_eq!(error, RequestError::TooManyDrafts { drafts: 5, max: 4 });
@@ -146,32 +146,44 @@ fn drafts_of_a_kept_sequence_do_not_outlive_its_extension() {
     assert_eq!(planned(&mut scheduler).token_ids(), [1]);
 }
 
-#[test]
-fn lookahead_is_reserved_in_the_step_and_returned_at_commit() {
-    let config = SchedulerConfig { lookahead: 4, ..plain() };
-    let mut scheduler = Scheduler::new(config, cache(4, 4)).unwrap();
-    scheduler.add(Request::new(vec![1; 4]).max_new_tokens(5)).unwrap();
-    for (rows, planned_blocks, after) in [(4, 2, 1), (1, 3, 2), (1, 3, 2)] {
-        let plan = planned(&mut scheduler);
-        assert_eq!(plan.num_rows(), rows);
-        let cache = scheduler.stats().cache;
-        assert_eq!(cache.held_blocks, planned_blocks);
-        assert_eq!(cache.lookahead_tokens > 0, planned_blocks > after);
-        scheduler.commit(plan, &[RowResult::Token(1)]).unwrap();
-        let cache = scheduler.stats().cache;
-        assert_eq!((cache.held_blocks, cache.lookahead_tokens), (after, 0));
+/// Steps until all are done, and the rows of each.
+fn rows_of_steps(scheduler: &mut Scheduler) -> Vec<u32> {
+    let mut rows = Vec::new();
+    while let Schedule::Step(plan) = scheduler.schedule() {
+        rows.push(plan.num_rows());
+        let results = vec![RowResult::Token(1); plan.logit_rows().len()];
+        scheduler.commit(plan, &results).unwrap();
     }
-    // Never beyond the declared maximum of 9 tokens, 3 blocks.
-    assert_eq!(scheduler.stats().cache.held_blocks_peak, 3);
-    assert_eq!(run(&mut scheduler).len(), 1);
+    rows
 }
 
 #[test]
-fn a_full_pool_costs_the_lookahead_before_it_costs_anybody_a_block() {
-    let config = SchedulerConfig { lookahead: 4, ..plain() };
-    let mut scheduler = Scheduler::new(config, cache(3, 4)).unwrap();
-    let first = scheduler.add(Request::new(vec![1; 4]).max_new_tokens(4)).unwrap();
-    let second = scheduler.add(Request::new(vec![2; 3]).max_new_tokens(1)).unwrap();
-    let finished = run(&mut scheduler);
-    assert!(finished.contains_key(&first.sample(0)) && finished.contains_key(&second.sample(0)));
+fn allowing_drafts_takes_no_block_while_none_is_proposed() {
+    let steps = |max_drafts| {
+        let config = SchedulerConfig { max_drafts, ..overcommitted(0) };
+        let mut scheduler = Scheduler::new(config, cache(4, 4)).unwrap();
+        for first in 1..3 {
+            scheduler.add(Request::new(vec![first; 4]).max_new_tokens(5)).unwrap();
+        }
+        rows_of_steps(&mut scheduler)
+    };
+    // Four blocks hold both prompts and the first tokens of both answers.
+    assert_eq!(steps(4), steps(0));
+    assert_eq!(steps(4), [8, 2, 2, 2, 2]);
+}
+
+#[test]
+fn allowing_drafts_keeps_no_request_outside() {
+    let entered = |max_drafts| {
+        let config = SchedulerConfig { max_drafts, ..overcommitted(0) };
+        let mut scheduler = Scheduler::new(config, cache(6, 4)).unwrap();
+        for first in 1..4 {
+            scheduler.add(Request::new(vec![first; 4]).max_new_tokens(4)).unwrap();
+        }
+        let plan = planned(&mut scheduler);
+        let sequences = plan.num_sequences();
+        scheduler.commit(plan, &vec![RowResult::Token(1); sequences as usize]).unwrap();
+        sequences
+    };
+    assert_eq!((entered(0), entered(4)), (3, 3));
 }

@@ -11,6 +11,7 @@ mod drafts;
 #[cfg(feature = "faults")]
 mod faults;
 mod histories;
+mod line;
 mod model;
 mod preemption;
 mod promises;

@@ -13,7 +13,7 @@ pub(crate) fn cache(num_blocks: u32, block_size: u32) -> CacheConfig {
 
 /// Without a prefix cache, so that a story is of its own blocks alone.
 pub(crate) fn plain() -> SchedulerConfig {
-    SchedulerConfig { prefix_cache: None, ..SchedulerConfig::default() }
+    SchedulerConfig { prefix_cache: None, admission: Admission::Guaranteed, ..SchedulerConfig::default() }
 }
 
 pub(crate) fn overcommitted(watermark_blocks: u32) -> SchedulerConfig {

@@ -100,8 +100,8 @@ fn looking_at_all_blocks_and_sequences_allocates_nothing() {
 }
 
 #[test]
-fn a_step_with_lookahead_allocates_nothing() {
-    let mut scheduler = steady(SchedulerConfig { lookahead: 4, ..SchedulerConfig::default() }, 0);
+fn a_step_that_allows_drafts_allocates_nothing() {
+    let mut scheduler = steady(SchedulerConfig { max_drafts: 4, ..SchedulerConfig::default() }, 0);
     let mut results = Vec::with_capacity(SEQUENCES as usize);
     let count =
         allocations(|| (0..200).for_each(|_| assert_eq!(step(&mut scheduler, &mut results), SEQUENCES)));

@@ -374,8 +374,8 @@ fn the_blocks_that_a_swapped_table_needs_are_those_of_its_return_and_of_the_push
             let all: Vec<TableId> = [table].into_iter().chain(fork).collect();
             let moved: u32 = all.iter().map(|&table| tables.swap_out(table)).sum();
             assert_eq!(moved as usize, len.div_ceil(SIZE as usize));
-            assert_eq!(tables.cache.blocks_needed(table, push, 0), Ok(needed), "{len} {push} {forked}");
-            assert_eq!(tables.cache.blocks_needed(table, 0, 0), Ok(moved));
+            assert_eq!(tables.cache.blocks_needed(table, push), Ok(needed), "{len} {push} {forked}");
+            assert_eq!(tables.cache.blocks_needed(table, 0), Ok(moved));
             // All but as many are another's.
             let others = 9 - needed + missing;
             tables.create(&vec![2; (others * SIZE) as usize]);

@@ -2,7 +2,7 @@
 
 use super::swap::{both_finish, two_that_outgrow};
 use super::{Served, pool, prompt, swapping};
-use paged_kv::{Request, SchedulerConfig};
+use paged_kv::{Admission, Request, SchedulerConfig};
 
 /// Free, held and in transfer in the host pool.
 fn host(served: &Served) -> (u32, u32, u32) {
@@ -59,7 +59,8 @@ fn what_is_aborted_on_its_way_stays_in_transfer_until_it_has_arrived() {
 
 #[test]
 fn the_pools_counts_follow_its_blocks_from_free_to_cached() {
-    let mut served = Served::new(SchedulerConfig::default(), pool(16, 0));
+    let guaranteed = SchedulerConfig { admission: Admission::Guaranteed, ..SchedulerConfig::default() };
+    let mut served = Served::new(guaranteed, pool(16, 0));
     let counts = |served: &Served| {
         served.check();
         let cache = served.scheduler.stats().cache;
@@ -83,14 +84,4 @@ fn the_pools_counts_follow_its_blocks_from_free_to_cached() {
     served.finish();
     // 15 tokens of the first one were computed: three full blocks stay to be found.
     assert_eq!(counts(&served), ((13, 3, 0, 0), 0, 0));
-    // Tail waste and lookahead are told apart.
-    let config = SchedulerConfig { lookahead: 6, ..SchedulerConfig::default() };
-    let mut served = Served::new(config, pool(16, 0));
-    served.add(&prompt(1, 10), |request| request.max_new_tokens(20));
-    let plan = served.plan();
-    let cache = served.scheduler.stats().cache;
-    assert_eq!((cache.tail_waste_tokens, cache.lookahead_tokens, cache.tokens), (2, 4, 10));
-    served.commit(plan);
-    let cache = served.scheduler.stats().cache;
-    assert_eq!((cache.tail_waste_tokens, cache.lookahead_tokens), (2, 0), "what is unused returns at commit");
 }

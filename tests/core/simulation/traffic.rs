@@ -38,7 +38,7 @@ fn scheduler(random: &mut Random, cache: &CacheConfig) -> SchedulerConfig {
             true => Admission::Guaranteed,
             false => Admission::Overcommitted { watermark_blocks },
         },
-        lookahead: random.pick(&[0, 0, 1, 4]),
+        max_drafts: random.pick(&[0, 0, 1, 4]),
         max_preemptions: random.below(0..4),
         prefix_cache,
         preemption: random.pick(&[PreemptionMode::Recompute, PreemptionMode::Swap, PreemptionMode::Auto]),
@@ -72,7 +72,7 @@ pub(crate) struct Traffic {
     fails: u32,
     /// Of a thousand steps, those before which the device is lost.
     losses: u32,
-    pub(crate) lookahead: u32,
+    pub(crate) max_drafts: u32,
 }
 
 impl Traffic {
@@ -102,7 +102,7 @@ impl Traffic {
             arrives: random.pick(&[10, 50, 100]),
             fails: random.pick(&[0, 0, 5, 30]),
             losses: random.pick(&[0, 1, 5]),
-            lookahead: config.lookahead,
+            max_drafts: config.max_drafts,
             random,
         };
         (traffic, world)
@@ -169,9 +169,9 @@ impl Traffic {
         if world.num_chats() >= world.max_chats && self.random.chance(30) {
             world.abort(self.random.index());
         }
-        if self.lookahead > 0 && self.random.chance(50) {
+        if self.max_drafts > 0 && self.random.chance(50) {
             for index in 0..world.num_chats() {
-                let num = self.random.below(0..self.lookahead + 2);
+                let num = self.random.below(0..self.max_drafts + 2);
                 world.propose(index, num, self.random.below(0..num + 1));
             }
         }
