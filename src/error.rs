@@ -314,6 +314,15 @@ pub enum RequestError {
         /// The id.
         sequence: SequenceId,
     },
+    /// Another scheduler took the request.
+    Foreign {
+        /// The request's number there.
+        request: u64,
+        /// [`KvCache::instance`](crate::KvCache::instance) of that scheduler's cache; 0 for an id that the application made.
+        owner: u64,
+        /// The same of this scheduler's cache.
+        scheduler: u64,
+    },
     /// Only kept sequences are extended.
     NotKept {
         /// The id.
@@ -358,6 +367,10 @@ impl fmt::Display for RequestError {
                 write!(f, "{samples} samples were asked for, 1 to {max} are possible")
             }
             Self::Unknown { sequence } => write!(f, "there is no sequence {sequence}"),
+            Self::Foreign { request, owner, scheduler } => write!(
+                f,
+                "request {request} belongs to the scheduler over cache {owner}, not to the one over cache {scheduler}"
+            ),
             Self::NotKept { sequence } => write!(f, "sequence {sequence} has not finished, or was not kept"),
             Self::PromiseExceeded { needed, available } => {
                 write!(f, "the promises would add up to {needed} blocks and the pool has {available}")

@@ -60,19 +60,28 @@ impl fmt::Debug for TableId {
     }
 }
 
-/// One request as [`Scheduler::add`](crate::Scheduler::add) took it; never reused within a scheduler.
+/// One request as [`Scheduler::add`](crate::Scheduler::add) took it; never reused within a scheduler, and refused by every
+/// other one.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct RequestId(pub(crate) u64);
+pub struct RequestId {
+    /// [`KvCache::instance`](crate::KvCache::instance) of the scheduler's cache; 0 for an application's own.
+    pub(crate) scheduler: u64,
+    pub(crate) number: u64,
+}
 
 impl RequestId {
     /// A request id of an application that has its own scheduler and only builds steps.
     pub fn from_raw(id: u64) -> Self {
-        Self(id)
+        Self { scheduler: 0, number: id }
     }
 
-    /// The number behind the id.
+    /// The number behind the id, counted from 1 within its scheduler.
     pub fn raw(self) -> u64 {
-        self.0
+        self.number
+    }
+
+    pub(crate) fn scheduler(self) -> u64 {
+        self.scheduler
     }
 
     /// The `index`-th sample of this request, `0..samples`.
@@ -83,13 +92,13 @@ impl RequestId {
 
 impl fmt::Debug for RequestId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "request {}", self.0)
+        write!(f, "request {}", self.number)
     }
 }
 
 impl fmt::Display for RequestId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.0)
+        write!(f, "{}", self.number)
     }
 }
 
@@ -120,13 +129,13 @@ impl From<RequestId> for SequenceId {
 
 impl fmt::Debug for SequenceId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "sequence {}.{}", self.request.0, self.sample)
+        write!(f, "sequence {}.{}", self.request.number, self.sample)
     }
 }
 
 impl fmt::Display for SequenceId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{}", self.request.0, self.sample)
+        write!(f, "{}.{}", self.request.number, self.sample)
     }
 }
 

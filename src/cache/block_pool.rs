@@ -4,6 +4,10 @@
 //! again: on a list of its retention), *held* (count of at least one), or *in transfer* (count zero, but pinned because a
 //! recorded copy still reads or fills it; it is shelved when the step ends). Every operation is O(1).
 //!
+//! Beside the reference count stands the number of *promised* tables that hold the block, and how many blocks there are in
+//! all that a promised table holds, or that are pinned content: what guaranteed admission counts, kept up to date block by
+//! block, so that an admission does not walk the pool.
+//!
 //! Lists are intrusive: a block is on one at most. Free blocks are reused in the order in which they were released,
 //! oldest first, so that a released block keeps its content as long as possible; cached ones likewise, those of the
 //! lowest retention first.
@@ -45,6 +49,8 @@ struct List {
 #[derive(Debug)]
 pub(super) struct BlockPool {
     ref_counts: Vec<u32>,
+    /// Promised tables that hold each block; empty until the first promise.
+    promised: Vec<u32>,
     flags: Vec<u8>,
     links: Vec<Links>,
     lists: [List; NUM_LISTS],
@@ -54,12 +60,25 @@ pub(super) struct BlockPool {
     num_shared: u32,
     peak_held: u32,
     peak_shared: u32,
+    promises: PromisedBlocks,
+}
+
+/// What promised tables hold, in blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct PromisedBlocks {
+    /// Entries of promised tables: a block counts once for each of them.
+    pub(crate) entries: u64,
+    /// Blocks that a promised table holds.
+    pub(crate) held: u32,
+    /// Pinned content that no promised table holds.
+    pub(crate) pinned: u32,
 }
 
 impl BlockPool {
     pub(super) fn new(num_blocks: u32) -> Self {
         let mut pool = Self {
             ref_counts: vec![0; num_blocks as usize],
+            promised: Vec::new(),
             flags: vec![0; num_blocks as usize],
             links: vec![Links { older: NONE, newer: NONE }; num_blocks as usize],
             lists: [List { oldest: NONE, newest: NONE, len: 0 }; NUM_LISTS],
@@ -68,6 +87,7 @@ impl BlockPool {
             num_shared: 0,
             peak_held: 0,
             peak_shared: 0,
+            promises: PromisedBlocks::default(),
         };
         for block in 0..num_blocks {
             pool.shelve(BlockId(block));
@@ -209,6 +229,48 @@ impl BlockPool {
         }
     }
 
+    // Promises.
+
+    pub(super) fn promises(&self) -> PromisedBlocks {
+        self.promises
+    }
+
+    /// Promised tables that hold `block`.
+    pub(super) fn promised_holders(&self, block: BlockId) -> u32 {
+        self.promised.get(block.0 as usize).copied().unwrap_or(0)
+    }
+
+    /// A promised table holds `block` from now on.
+    pub(super) fn promise(&mut self, block: BlockId) {
+        if self.promised.is_empty() {
+            self.promised.resize(self.ref_counts.len(), 0);
+        }
+        let count = &mut self.promised[block.0 as usize];
+        *count += 1;
+        self.promises.entries += 1;
+        if *count == 1 {
+            self.promises.held += 1;
+            self.promises.pinned -= u32::from(self.is_pinned_content(block));
+        }
+    }
+
+    /// A promised table does not hold `block` any more.
+    pub(super) fn unpromise(&mut self, block: BlockId) {
+        let count = &mut self.promised[block.0 as usize];
+        debug_assert!(*count > 0, "{block:?} is promised to no table");
+        *count = count.saturating_sub(1);
+        self.promises.entries -= 1;
+        if *count == 0 {
+            self.promises.held -= 1;
+            self.promises.pinned += u32::from(self.is_pinned_content(block));
+        }
+    }
+
+    /// Whether the prefix cache keeps the block although others need blocks.
+    pub(super) fn is_pinned_content(&self, block: BlockId) -> bool {
+        self.is_cached(block) && self.retention(block) == Retention::Pinned
+    }
+
     // What the prefix cache knows.
 
     pub(super) fn is_cached(&self, block: BlockId) -> bool {
@@ -295,15 +357,29 @@ impl BlockPool {
         if shelved {
             self.unshelve(block);
         }
+        let counts = self.promised_holders(block) == 0;
+        self.promises.pinned -= u32::from(counts && self.is_pinned_content(block));
         self.flags[block.0 as usize] = change(self.flags[block.0 as usize]);
+        self.promises.pinned += u32::from(counts && self.is_pinned_content(block));
         if shelved {
             self.shelve(block);
         }
     }
 
-    /// Panics when counts, lists and pins disagree; `expected` are the reference counts that the tables imply.
-    pub(super) fn assert_consistent(&self, expected: &[u32]) {
+    /// Panics when counts, lists and pins disagree; `expected` are the reference counts that the tables imply, `promised`
+    /// those of promised tables alone.
+    pub(super) fn assert_consistent(&self, expected: &[u32], promised: &[u32]) {
         assert_eq!(self.ref_counts, expected, "I2: reference counts differ from the number of tables");
+        let counted: Vec<u32> =
+            (0..self.num_blocks()).map(|block| self.promised_holders(BlockId(block))).collect();
+        assert_eq!(counted, promised, "I8: promised holders differ from the number of promised tables");
+        let pinned = |&block: &u32| promised[block as usize] == 0 && self.is_pinned_content(BlockId(block));
+        let counted = PromisedBlocks {
+            entries: promised.iter().copied().map(u64::from).sum(),
+            held: promised.iter().filter(|&&count| count > 0).count() as u32,
+            pinned: (0..self.num_blocks()).filter(pinned).count() as u32,
+        };
+        assert_eq!(self.promises, counted, "I8: what promised tables hold is miscounted");
         let mut listed = vec![false; self.ref_counts.len()];
         for (index, list) in self.lists.iter().enumerate() {
             let (mut block, mut older, mut len) = (list.oldest, NONE, 0);

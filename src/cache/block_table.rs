@@ -25,6 +25,8 @@ pub(super) struct BlockTable {
     pub(super) borrowed: Option<u32>,
     pub(super) generation: u32,
     pub(super) live: bool,
+    /// Its blocks count as promised.
+    pub(super) promised: bool,
     /// The outstanding step writes through this table.
     pub(super) in_step: bool,
     /// It was swapped out and has not come back: what stayed in the pool because others hold it leaves with them.
@@ -43,6 +45,7 @@ impl BlockTable {
         self.registered = 0;
         self.borrowed = None;
         self.live = true;
+        self.promised = false;
         self.in_step = false;
         self.parked = false;
     }

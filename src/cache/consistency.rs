@@ -10,6 +10,7 @@ impl KvCache {
     /// With the invariant's number when they disagree.
     pub fn assert_consistent(&self) {
         let mut counts = vec![0; self.config.num_blocks() as usize];
+        let mut promised = counts.clone();
         let mut slots = vec![0; self.config.host_blocks() as usize];
         let layout = self.config.layout();
         for (row, table) in self.tables.iter().enumerate() {
@@ -33,6 +34,7 @@ impl KvCache {
             assert!(own.windows(2).all(|pair| pair[0] != pair[1]), "I1: table {row} lists a block twice");
             for block in &table.blocks {
                 counts[block.0 as usize] += 1;
+                promised[block.0 as usize] += u32::from(table.promised);
             }
             assert!(
                 !table.live || used == table.num_blocks(),
@@ -56,7 +58,7 @@ impl KvCache {
             );
             self.assert_registered(row);
         }
-        self.pool.assert_consistent(&counts);
+        self.pool.assert_consistent(&counts, &promised);
         if let Some(host) = &self.host {
             host.assert_consistent(&slots);
         }

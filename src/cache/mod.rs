@@ -33,6 +33,7 @@ use crate::config::CacheConfig;
 use crate::error::CacheError;
 use crate::ids::{BlockId, StepId, TableId};
 use block_pool::BlockPool;
+pub(crate) use block_pool::PromisedBlocks;
 pub use block_state::BlockState;
 use block_table::BlockTable;
 use host_pool::HostPool;
@@ -268,13 +269,64 @@ impl KvCache {
         Ok(())
     }
 
+    /// Counts a table's blocks as promised from now on, or not any more.
+    ///
+    /// # Complexity
+    /// O(blocks of the table) where that changes.
+    pub(crate) fn set_promised(&mut self, table: TableId, promised: bool) {
+        let row = &mut self.tables[table.row as usize];
+        if !row.live || std::mem::replace(&mut row.promised, promised) == promised {
+            return;
+        }
+        for &block in &row.blocks {
+            if promised { self.pool.promise(block) } else { self.pool.unpromise(block) }
+        }
+    }
+
+    /// What promised tables hold.
+    pub(crate) fn promised_blocks(&self) -> PromisedBlocks {
+        self.pool.promises()
+    }
+
+    /// Promised tables that hold `block`.
+    pub(crate) fn promised_holders(&self, block: BlockId) -> u32 {
+        self.pool.promised_holders(block)
+    }
+
+    /// Puts a block at the end of a table, which the pool counts as one of its holders already.
+    fn push_block(&mut self, row: usize, block: BlockId) {
+        self.tables[row].blocks.push(block);
+        if self.tables[row].promised {
+            self.pool.promise(block);
+        }
+    }
+
+    /// Takes the last block of a table off it; the block is still counted as held.
+    fn pop_block(&mut self, row: usize) -> Option<BlockId> {
+        let block = self.tables[row].blocks.pop()?;
+        if self.tables[row].promised {
+            self.pool.unpromise(block);
+        }
+        Some(block)
+    }
+
+    /// Puts another block in the place of one of a table's; both are still counted as held.
+    fn replace_block(&mut self, row: usize, entry: u32, block: BlockId) -> BlockId {
+        let old = std::mem::replace(&mut self.tables[row].blocks[entry as usize], block);
+        if self.tables[row].promised {
+            self.pool.promise(block);
+            self.pool.unpromise(old);
+        }
+        old
+    }
+
     /// Releases the blocks from `num_blocks` on, the last first.
     fn shrink(&mut self, table: TableId, num_blocks: u32) {
         let row = table.row as usize;
         while self.tables[row].num_blocks() > num_blocks {
             if let Some(slot) = self.tables[row].host.pop_back() {
                 self.release_slot(slot);
-            } else if let Some(block) = self.tables[row].blocks.pop() {
+            } else if let Some(block) = self.pop_block(row) {
                 self.release_block(block);
                 if fault!(ReleasedTwice) {
                     self.release_block(block);

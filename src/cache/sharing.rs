@@ -108,7 +108,7 @@ impl KvCache {
 
     /// Whether a block stays in the prefix cache although others need blocks.
     pub(crate) fn is_retained(&self, block: BlockId) -> bool {
-        self.pool.is_cached(block) && self.pool.retention(block) == Retention::Pinned
+        self.pool.is_pinned_content(block)
     }
 
     /// Changes whenever something that could be found is not found any more.
@@ -163,7 +163,7 @@ impl KvCache {
         let blocks = found.blocks.iter().copied().chain(found.partial.map(|(block, _)| block));
         for block in blocks {
             self.pool.retain(block);
-            self.tables[table.row as usize].blocks.push(block);
+            self.push_block(table.row as usize, block);
         }
         let len = found.num_tokens(self.config.block_size());
         let row = &mut self.tables[table.row as usize];
@@ -204,7 +204,7 @@ impl KvCache {
                 Some(_) if self.pool.ref_count(block) > 1 => return,
                 Some(known) => {
                     self.pool.retain(known);
-                    self.tables[row].blocks[entry] = known;
+                    self.replace_block(row, entry as u32, known);
                     self.tables[row].mark_dirty(entry);
                     self.release_block(block);
                     known

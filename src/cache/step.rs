@@ -103,6 +103,14 @@ impl KvCache {
         self.shared_tail(table).map(|entry| table.blocks[entry as usize])
     }
 
+    /// Whether a table's next token goes into a block that holds others already, and that is in other tables or may come to
+    /// be in them.
+    pub(crate) fn has_open_tail(&self, table: TableId) -> bool {
+        let Ok(table) = self.live(table) else { return false };
+        let tail = self.partial_tail(table).and_then(|entry| table.blocks.get(entry as usize));
+        tail.is_some_and(|&tail| self.pool.ref_count(tail) > 1 || self.pool.is_cached(tail))
+    }
+
     /// Whether a table's last block is the prefix cache's.
     pub(crate) fn is_borrowing(&self, table: TableId) -> bool {
         self.live(table).is_ok_and(|row| row.borrowed.is_some())
@@ -150,7 +158,7 @@ impl KvCache {
                 self.poison("the free list is shorter than its count");
                 break;
             };
-            self.tables[table.row as usize].blocks.push(block);
+            self.push_block(table.row as usize, block);
         }
         self.journal.push(Undo::Grown { table, num_blocks, len, parked });
         let row = &mut self.tables[table.row as usize];
@@ -185,9 +193,8 @@ impl KvCache {
             self.pool.pin(source);
         }
         self.release_block(source);
-        let row = &mut self.tables[table.row as usize];
-        row.blocks[entry as usize] = destination;
-        row.mark_replaced(entry as usize);
+        self.replace_block(table.row as usize, entry, destination);
+        self.tables[table.row as usize].mark_replaced(entry as usize);
         self.step_copies.push(BlockCopy { source: source.0, destination: destination.0 });
         self.journal.push(Undo::Copied { table, entry, source, len, registered, borrowed });
     }
@@ -255,8 +262,8 @@ impl KvCache {
                     if self.live(table).is_ok() && !fault!(RollbackKeepsCopy) =>
                 {
                     self.pool.retain(source);
+                    let copy = self.replace_block(table.row as usize, entry, source);
                     let row = &mut self.tables[table.row as usize];
-                    let copy = std::mem::replace(&mut row.blocks[entry as usize], source);
                     if self.pool.is_cached(source) {
                         (row.registered, row.borrowed) = (registered, borrowed);
                     }

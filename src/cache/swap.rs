@@ -120,9 +120,9 @@ impl KvCache {
     /// All of `rows` hold a slot of the host pool where they held a block, their last one.
     fn exchange_last(&mut self, rows: &[usize], block: BlockId, slot: HostSlot) {
         for &row in rows {
+            let last = self.pop_block(row);
+            debug_assert_eq!(last, Some(block), "tables that share a block differ before it");
             let table = &mut self.tables[row];
-            debug_assert_eq!(table.blocks.last(), Some(&block), "tables that share a block differ before it");
-            table.blocks.pop();
             table.host.push_front(slot);
             table.mark_replaced(table.blocks.len());
             self.release_block(block);
@@ -204,9 +204,9 @@ impl KvCache {
         }
         self.pool.pin(block);
         for &row in rows {
+            self.push_block(row, block);
             let table = &mut self.tables[row];
             table.host.pop_front();
-            table.blocks.push(block);
             table.mark_dirty(table.blocks.len() - 1);
         }
         for _ in 1..rows.len() {

@@ -1,17 +1,25 @@
 //! The queue's door: who is let in, and when.
 //!
-//! In order of place: whoever is first in line goes first or keeps the others waiting. There are three exceptions.
-//! Whoever waits for blocks that another sequence is computing lets others pass. Whoever is promised its blocks already
-//! (a branch, a chat's next turn) does not wait for those that are not: it takes nothing from them. And for progress,
-//! when nothing runs and the first one cannot be let in, whoever in line already has blocks goes.
+//! In order of place: the first in line goes first, or keeps the others waiting. There are four exceptions. A sequence
+//! that begins like a prompt which another one is computing stands behind that one, and lets others pass. A sequence that
+//! is promised its blocks already (a branch, a chat's next turn) does not wait for those that are not: it takes nothing
+//! from them. For progress, when nothing runs and the first one cannot be let in, a sequence in line that already has
+//! blocks goes. And where the first one lacks blocks, requests behind it that fit pass it, of its own class or a higher
+//! one and only so many: it waits for their end at most, and for nothing that comes later.
 
 use crate::error::RequestError;
 use crate::schedule::preempt::MAX_STEPS_IN_TRANSFER;
-use crate::schedule::request::Admission;
+use crate::schedule::request::{Admission, Priority};
 use crate::schedule::scheduler::{Index, Scheduler};
-use crate::schedule::sequence::{Place, Sequence, State};
+use crate::schedule::sequence::{Sequence, State};
 
-/// What keeps a sequence outside.
+/// Most sequences at the head of the line that a step has stand behind others: to look at one takes as long as its prompt.
+const MOST_SENT_BEHIND: usize = 64;
+
+/// Most sequences behind the first in line that a step asks whether they fit.
+const MOST_ASKED_TO_PASS: usize = 16;
+
+/// What keeps a sequence outside, or without rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Lacking {
     Blocks {
@@ -22,46 +30,43 @@ pub(super) enum Lacking {
     Table,
     /// Its blocks have not arrived in the host pool.
     Transfers,
-    /// Another sequence is computing what it needs.
-    Twin,
-}
-
-/// A refusal that stands until blocks return.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Refusal {
-    place: Place,
-    releases: u64,
-    lacking: Lacking,
+    /// This running sequence is computing what it needs.
+    Prompt(Index),
+    /// What is left of the step's rows or work.
+    Budget,
 }
 
 impl Scheduler {
-    /// Lets in the first in line, or whoever may go instead. Returns who, or what the first one lacks.
-    pub(super) fn admit_next(&mut self) -> Result<Index, Lacking> {
-        let admitted = self.admit_first();
+    /// Lets in the first in line, or a sequence that may go instead; with `only_first`, none that merely fits. Returns
+    /// which, or what the first one lacks.
+    pub(super) fn admit_next(&mut self, only_first: bool) -> Result<Index, Lacking> {
+        let admitted = self.admit_first(only_first);
         self.matched.index = None;
         admitted
     }
 
-    fn admit_first(&mut self) -> Result<Index, Lacking> {
-        let (mut position, mut lacking) = (0, Lacking::Twin);
-        while let Some(&index) = self.waiting.get(position) {
-            match self.try_admit(index) {
+    fn admit_first(&mut self, only_first: bool) -> Result<Index, Lacking> {
+        let mut lacking = Lacking::Table;
+        let mut first = None;
+        for _ in 0..MOST_SENT_BEHIND {
+            let Some(index) = self.line.first() else { break };
+            match self.ask(index) {
                 Ok(()) => return Ok(index),
-                Err(Lacking::Twin) => position += 1,
+                Err(Lacking::Prompt(other)) => lacking = Lacking::Prompt(other),
                 Err(other) => {
-                    lacking = other;
+                    (first, lacking) = (Some(index), other);
                     break;
                 }
             }
         }
+        let Some(first) = first else { return Err(lacking) };
         if self.running.is_empty() || !self.is_overcommitted() {
             let has_blocks = |other| self.running.is_empty() && self.get(other).table.is_some();
-            let entitled = |&other: &Index| self.get(other).promised || has_blocks(other);
-            let refused = self.waiting.get(position).map(|&index| self.get(index).place());
-            let behind = |&other: &Index| refused.is_some_and(|refused| self.get(other).place() > refused);
-            let others: Vec<Index> = self.claimants.iter().copied().filter(behind).filter(entitled).collect();
+            let entitled = |&other: &Index| self.get(other).is_promised() || has_blocks(other);
+            let behind = self.line.claimants_after(self.get(first).place());
+            let others: Vec<Index> = behind.filter(entitled).collect();
             for other in others {
-                match self.try_admit(other) {
+                match self.ask(other) {
                     Ok(()) => return Ok(other),
                     // It will go when its blocks have arrived.
                     Err(Lacking::Transfers) => lacking = Lacking::Transfers,
@@ -69,12 +74,44 @@ impl Scheduler {
                 }
             }
         }
-        Err(lacking)
+        let passing = if only_first { None } else { self.admit_passing(first, lacking) };
+        passing.ok_or(lacking)
+    }
+
+    /// Lets a request in that comes after the first in line and fits, if that one lacks blocks and may still be passed.
+    fn admit_passing(&mut self, first: Index, lacking: Lacking) -> Option<Index> {
+        let Sequence { passed, priority, .. } = *self.get(first);
+        if !matches!(lacking, Lacking::Blocks { .. }) || passed >= self.config.max_passed {
+            return None;
+        }
+        let mut asked = [0; MOST_ASKED_TO_PASS];
+        let mut num_asked = 0;
+        for (slot, index) in asked.iter_mut().zip(self.line.after(self.get(first).place())) {
+            *slot = index;
+            num_asked += 1;
+        }
+        for &index in &asked[..num_asked] {
+            if self.get(index).priority <= priority && self.ask(index).is_ok() {
+                self.get_mut(first).passed += 1;
+                return Some(index);
+            }
+        }
+        None
+    }
+
+    /// Lets a sequence in, or notes what it lacks.
+    fn ask(&mut self, index: Index) -> Result<(), Lacking> {
+        let asked = self.try_admit(index);
+        self.get_mut(index).lacking = asked.err();
+        if let Err(Lacking::Prompt(other)) = asked {
+            self.get_mut(index).behind = Some(other);
+            self.line.stand_behind(self.get(index).place(), other);
+        }
+        asked
     }
 
     fn try_admit(&mut self, index: Index) -> Result<(), Lacking> {
-        let running: u32 = self.running.iter().map(|&other| self.get(other).width()).sum();
-        if running + self.get(index).width() > self.max_running() {
+        if self.sums.running + self.get(index).width() > self.max_running() {
             return Err(Lacking::Table);
         }
         let table = self.get(index).table;
@@ -87,8 +124,8 @@ impl Scheduler {
         let table = self.get(index).table;
         self.match_prefix(index);
         let evictions = self.cache.num_evictions();
-        if self.waits_for_twin(index) {
-            return Err(Lacking::Twin);
+        if let Some(other) = self.computes_prompt_of(index) {
+            return Err(Lacking::Prompt(other));
         }
         match self.config.admission {
             Admission::Guaranteed => self.admit_promised(index)?,
@@ -101,8 +138,9 @@ impl Scheduler {
         let max_tokens = self.get(index).max_tokens;
         if table.is_none() {
             let table = self.cache.create(max_tokens).map_err(|_| Lacking::Table)?;
-            self.get_mut(index).table = Some(table);
+            self.set_table(index, table);
             self.adopt_prefix(index);
+            self.note_tail(index);
         }
         if let Some(table) = table.filter(|&table| self.cache.host_blocks_of(table).unwrap_or(0) > 0) {
             self.cache.swap_in(table).map_err(|_| Lacking::Transfers)?;
@@ -113,23 +151,21 @@ impl Scheduler {
     }
 
     fn let_in(&mut self, index: Index, max_tokens: u32) {
-        match self.waiting.front() {
-            Some(&first) if first == index => drop(self.waiting.pop_front()),
-            _ => self.waiting.retain(|&other| other != index),
-        }
-        self.claimants.retain(|&other| other != index);
+        self.leave_queue(index);
         let blocks = self.cache.config().layout().blocks_for(max_tokens) as usize;
         let sequence = self.get_mut(index);
         // Growing to the declared maximum reallocates nothing.
         sequence.tokens.reserve((max_tokens as usize).saturating_sub(sequence.tokens.len()));
         sequence.hashes.reserve(blocks.saturating_sub(sequence.hashes.len()));
         sequence.state = State::Running;
+        sequence.lacking = None;
+        sequence.was_let_in = true;
         self.enter_running(index);
         self.tell_admitted(index);
     }
 
     fn admit_promised(&mut self, index: Index) -> Result<(), Lacking> {
-        if !self.get(index).promised {
+        if !self.get(index).is_promised() {
             self.promise(index)?;
         }
         // Idle content gives way to blocks that come back.
@@ -139,19 +175,11 @@ impl Scheduler {
     }
 
     fn promise(&mut self, index: Index) -> Result<(), Lacking> {
-        let place = self.get(index).place();
-        // What promised sequences hold and need does not shrink until one of them gives something up.
-        match self.refusal {
-            Some(refusal) if refusal.place == place && refusal.releases == self.releases => {
-                return Err(refusal.lacking);
-            }
-            _ => self.refusal = None,
-        }
-        self.get_mut(index).promised = true;
+        self.set_promised(index, true);
         loop {
-            let lacking = match self.check_promise() {
+            let lacking = match self.check_promise(None) {
                 Ok(()) if self.ensure_tables(index, None) => {
-                    self.note_claims(index);
+                    self.line.note_claims(self.get(index).place(), index);
                     return Ok(());
                 }
                 Err(RequestError::PromiseExceeded { needed, available }) => {
@@ -162,21 +190,19 @@ impl Scheduler {
                     }
                     let own = self.whole_need(self.get(index));
                     let available = (available + own).saturating_sub(needed);
-                    let lacking = Lacking::Blocks { needed: own, available };
-                    self.refusal = Some(Refusal { place, releases: self.releases, lacking });
-                    lacking
+                    Lacking::Blocks { needed: own, available }
                 }
                 _ => Lacking::Table,
             };
-            self.get_mut(index).promised = false;
+            self.set_promised(index, false);
             return Err(lacking);
         }
     }
 
-    /// Whether nobody runs, and nobody else is promised anything.
+    /// Whether nothing runs, and nothing else is promised.
     fn is_alone(&self, index: Index) -> bool {
-        let promised = |&other: &Index| other != index && self.get(other).promised;
-        self.running.is_empty() && !self.claimants.iter().any(promised)
+        let promised = |other: Index| other != index && self.get(other).is_promised();
+        self.running.is_empty() && !self.line.claimants().any(promised)
     }
 
     fn admit_fitting(&mut self, index: Index) -> Result<(), Lacking> {
@@ -221,15 +247,23 @@ impl Scheduler {
         // Prompts that are being read still need blocks that they were let in for. Those of lower classes step back.
         let steps_back =
             |other: &Sequence| other.priority > sequence.priority && other.place() > sequence.place();
-        let owed: u32 = self
-            .running
-            .iter()
-            .map(|&other| self.get(other))
-            .filter(|other| !other.protected && !steps_back(other))
-            .map(|other| layout.blocks_for(other.len()).saturating_sub(self.table_blocks(other)))
-            .sum();
+        let own_owed = sequence.counted.map_or(0, |counted| counted.owed);
+        let back: u32 = match self.running_below(sequence.priority) {
+            0 => 0,
+            _ => {
+                let running = self.running.iter().map(|&other| self.get(other));
+                let back = running.filter(|other| steps_back(other)).filter_map(|other| other.counted);
+                back.map(|counted| counted.owed).sum()
+            }
+        };
+        let owed = self.sums.owed - own_owed - back;
         let watermark = if self.running.is_empty() { 0 } else { watermark_blocks };
         (own + taken + copy).saturating_add(owed).saturating_add(watermark)
+    }
+
+    /// Running sequences of lower classes.
+    fn running_below(&self, priority: Priority) -> u32 {
+        self.running_of_class[priority as usize + 1..].iter().sum()
     }
 
     /// Blocks of a sequence in the host pool.

@@ -40,6 +40,7 @@ impl Scheduler {
         self.planned = planned;
         self.planned.clear();
         self.spare_plan = plan;
+        self.forget_own_tails();
         self.stats.steps += 1;
         let waste = self.cache.stats().tail_waste_tokens;
         self.stats.tail_waste_tokens_peak = self.stats.tail_waste_tokens_peak.max(waste);
@@ -82,7 +83,10 @@ impl Scheduler {
         }
         match finished {
             Some(reason) => self.finish(index, reason),
-            None => self.settle(index),
+            None => {
+                self.recount(index);
+                self.settle(index);
+            }
         }
     }
 
@@ -114,6 +118,10 @@ impl Scheduler {
             RowResult::Accepted { rows, next } => (rows, next),
             RowResult::Invalid => return Some(FinishReason::Invalid),
         };
+        if self.get(index).truncating.is_some() {
+            // What it answers lies behind the cut.
+            return None;
+        }
         let drafts = answers.rows[place].row as usize + 1;
         for &draft in &answers.tokens[drafts..drafts + accepted as usize] {
             let sequence = self.get_mut(index);
@@ -158,6 +166,8 @@ impl Scheduler {
         }
         // All share the input before any of them goes on from it.
         let others: Vec<Index> = alive.map(|sample| self.split_sample(index, sample)).collect();
+        self.renew_promise(index);
+        self.recount(index);
         let mut records = std::iter::once(index).chain(others);
         let mut state = Carrier::Runs;
         for (place, sample) in samples.into_iter().enumerate() {
@@ -169,7 +179,7 @@ impl Scheduler {
             match self.take_answer(record, answers, place) {
                 Some(reason) if record == index => state = Carrier::Finished(reason),
                 Some(reason) => self.finish(record, reason),
-                None => {}
+                None => self.recount(record),
             }
         }
         state
@@ -210,17 +220,26 @@ impl Scheduler {
             planned_logits: 0,
             preemptions: 0,
             protected: false,
-            promised: parent.promised,
+            promise: None,
+            may_wait: parent.may_wait,
+            lacking: None,
+            behind: None,
+            passed: 0,
+            was_let_in: true,
+            kept_as: 0,
+            counted: None,
             aborted_samples: Vec::new(),
             aborting: false,
             truncating: None,
         };
+        let promised = parent.is_promised();
         let other = self.insert(record);
+        self.set_promised(other, promised);
         self.enter_running(other);
         // Tables were set aside when the request was let in; should none be left, the sample is computed alone.
         if let Some(Ok(table)) = parent_table.map(|table| self.cache.fork(table, computed, max_tokens)) {
+            self.set_table(other, table);
             let sequence = self.get_mut(other);
-            sequence.table = Some(table);
             sequence.computed = computed;
             sequence.confirmed = computed;
         }
@@ -241,15 +260,11 @@ impl Scheduler {
 
     /// Ends a sequence: its blocks return at once, or stay as kept content.
     fn finish(&mut self, index: Index, reason: FinishReason) {
-        let sequence = self.records[index].as_mut().expect("an index in a queue has a record");
-        let pending = std::mem::take(&mut sequence.pending_samples);
-        if pending.is_empty() {
-            let (sequence, preemptions) = (sequence.id, sequence.preemptions);
+        if reason == FinishReason::Aborted {
+            self.tell_ended(index);
+        } else {
+            let Sequence { id: sequence, preemptions, .. } = *self.get(index);
             self.tell(StepEvent::Finished { sequence, reason, preemptions });
-        }
-        // Samples that have not parted end together only when all of them are aborted.
-        for sample in pending {
-            self.tell_aborted(index, sample);
         }
         if reason == FinishReason::Invalid && !fault!(InvalidRemembered) {
             self.forget_blocks(index);
@@ -261,11 +276,15 @@ impl Scheduler {
         }
         self.leave_queue(index);
         self.unprotect(index);
+        self.set_promised(index, false);
+        let kept_as = self.next_kept;
+        self.next_kept += 1;
         let sequence = self.get_mut(index);
         sequence.state = State::Kept;
-        sequence.promised = false;
+        sequence.lacking = None;
+        sequence.kept_as = kept_as;
         self.releases += 1;
-        self.kept.push_back(index);
+        self.kept.insert(kept_as, index);
         self.settle(index);
     }
 }

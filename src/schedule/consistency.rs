@@ -1,8 +1,9 @@
 //! What must hold between any two operations, checked from the inside.
 
+use crate::ids::BlockId;
 use crate::schedule::request::Admission;
 use crate::schedule::scheduler::{Index, Scheduler};
-use crate::schedule::sequence::State;
+use crate::schedule::sequence::{Counted, State};
 
 impl Scheduler {
     /// Checks records, queues, promises and the cache against each other. For tests: O(sequences + blocks).
@@ -21,9 +22,9 @@ impl Scheduler {
                 sequence.id
             );
             let queues = [
-                (State::Waiting, self.waiting.iter().filter(|&&other| other == index).count()),
+                (State::Waiting, self.line.all().filter(|&(_, other, _)| other == index).count()),
                 (State::Running, self.running.iter().filter(|&&other| other == index).count()),
-                (State::Kept, self.kept.iter().filter(|&&other| other == index).count()),
+                (State::Kept, self.kept.values().filter(|&&other| other == index).count()),
             ];
             for (state, entries) in queues {
                 assert_eq!(
@@ -64,22 +65,91 @@ impl Scheduler {
         assert_eq!(tables, self.cache.stats().num_tables, "I2: a table belongs to no sequence");
         let place = |index: &Index| self.get(*index).place();
         assert!(self.running.iter().map(place).is_sorted(), "running sequences are out of order");
-        assert!(self.waiting.iter().map(place).is_sorted(), "waiting sequences are out of order");
-        assert!(self.claimants.iter().map(place).is_sorted(), "claimants are out of order");
-        let in_line = self.claimants.iter().all(|&index| self.get(index).state == State::Waiting);
-        assert!(in_line, "a claimant is not in line");
-        let listed = |index: &Index| self.claimants.iter().filter(|&other| other == index).count();
-        let missed = self
-            .waiting
-            .iter()
-            .find(|&index| listed(index) > 1 || (listed(index) == 0 && self.get(*index).has_claims()));
-        assert_eq!(missed, None, "a sequence in line that holds something is not listed once");
+        self.assert_line_consistent();
         let protected = self.running.iter().filter(|&&index| self.get(index).protected).count();
         assert_eq!(protected as u32, self.num_protected, "I9: protected sequences are miscounted");
         if self.config.admission == Admission::Guaranteed {
-            let broken = self.check_promise().err();
+            self.assert_promises_counted();
+            let broken = self.check_promise(None).err();
             assert_eq!(broken, None, "I8: the promises exceed the pool");
             assert_eq!(self.stats.preemptions, 0, "I8: a promised sequence was preempted");
+        }
+    }
+
+    fn assert_line_consistent(&self) {
+        for (place, index, behind) in self.line.all() {
+            let sequence = self.get(index);
+            assert_eq!((sequence.place(), sequence.behind), (place, behind), "a sequence is filed elsewhere");
+            let running = behind.is_none_or(|other| self.get(other).state == State::Running);
+            assert!(running, "{:?} stands behind a sequence that does not run", sequence.id);
+            let listed = self.line.claimants().filter(|&other| other == index).count();
+            assert!(
+                listed <= 1 && (listed == 1 || !sequence.has_claims()),
+                "a sequence in line that holds something is not listed once"
+            );
+        }
+        let in_line = self.line.claimants().all(|index| self.get(index).state == State::Waiting);
+        assert!(in_line, "a claimant is not in line");
+        let queued = || self.records.iter().flatten().filter(|sequence| sequence.state != State::Kept);
+        let mut sums = Counted::default();
+        for sequence in queued() {
+            let counted = self.count_of(sequence);
+            assert_eq!(
+                sequence.counted,
+                Some(counted),
+                "what {:?} adds to the sums is out of date",
+                sequence.id
+            );
+            sums.running += counted.running;
+            sums.tables += counted.tables;
+            sums.owed += counted.owed;
+        }
+        assert_eq!(self.sums, sums, "the sums over sequences are miscounted");
+    }
+
+    /// Counts the promises block by block: the long way to what [`promised_blocks`](Self::promised_blocks) keeps.
+    fn assert_promises_counted(&self) {
+        for later in [false, true] {
+            let mut holders = vec![0u64; self.cache.config().num_blocks() as usize];
+            let mut writers = holders.clone();
+            let mut needed = 0;
+            for (index, sequence) in self.records.iter().enumerate() {
+                let Some(sequence) = sequence.as_ref().filter(|sequence| sequence.is_promised()) else {
+                    continue;
+                };
+                let cut = sequence.truncating.filter(|_| later && sequence.planned_rows > 0);
+                let blocks = self.promised_entries(index, cut);
+                needed += self.blocks_at_most(sequence, cut) - blocks.len() as u64;
+                blocks.iter().for_each(|block| holders[block.index() as usize] += 1);
+                let tail = self.tail_within(index, cut.map_or(u32::MAX, |len| len - 1));
+                tail.into_iter().for_each(|block| writers[block.index() as usize] += 1);
+            }
+            for (index, (&holders, &writers)) in (0..).zip(holders.iter().zip(&writers)) {
+                let stays = self.cache.is_retained(BlockId(index));
+                needed += u64::from(holders > 0 || stays);
+                needed += writers.min(holders.saturating_sub(u64::from(!stays)));
+            }
+            assert_eq!(
+                u64::from(self.promised_blocks(None, later)),
+                needed,
+                "I8: what is promised is miscounted, later: {later}"
+            );
+        }
+    }
+
+    /// Blocks that a promised sequence holds, or will share when the outstanding step ends.
+    fn promised_entries(&self, index: Index, cut: Option<u32>) -> &[BlockId] {
+        let sequence = self.get(index);
+        match sequence.fork {
+            Some(fork) => {
+                let blocks = self.cache.block_ids(fork.parent).unwrap_or_default();
+                let full = (fork.at / self.cache.config().block_size()) as usize;
+                &blocks[..full.min(blocks.len())]
+            }
+            None => {
+                let end = cut.map_or(u32::MAX, |len| len - 1);
+                &self.blocks_of(index)[..self.held_blocks(sequence, end) as usize]
+            }
         }
     }
 }

@@ -23,7 +23,7 @@ impl Scheduler {
     /// no plan that was made before this call.
     ///
     /// # Complexity
-    /// O(blocks of the pool + table entries + sequences); under guaranteed admission that for every promised sequence.
+    /// O(blocks of the pool + table entries + sequences · log sequences).
     pub fn forget_device(&mut self) {
         self.rollback();
         self.restart_broken();
@@ -43,22 +43,21 @@ impl Scheduler {
         self.matched.index = None;
         self.resume_at = None;
         self.closed_at = None;
-        self.refusal = None;
         self.releases += 1;
         self.promise_again(records);
     }
 
     /// Keeps the promises that hold although nothing is shared any more, first come, first served.
     fn promise_again(&mut self, mut records: Vec<Index>) {
-        records.retain(|&index| self.get(index).promised);
+        records.retain(|&index| self.get(index).is_promised());
         records.sort_unstable_by_key(|&index| self.get(index).place());
         for &index in &records {
-            self.get_mut(index).promised = false;
+            self.set_promised(index, false);
         }
         for &index in &records {
-            self.get_mut(index).promised = true;
-            if self.check_promise().is_err() && !fault!(LostSharingPromised) {
-                self.get_mut(index).promised = false;
+            self.set_promised(index, true);
+            if self.check_promise(None).is_err() && !fault!(LostSharingPromised) {
+                self.set_promised(index, false);
             }
         }
     }

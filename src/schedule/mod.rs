@@ -5,6 +5,7 @@ mod admission;
 mod commit;
 mod consistency;
 mod forget;
+mod line;
 mod planner;
 mod preempt;
 mod prefix;

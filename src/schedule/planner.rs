@@ -10,7 +10,7 @@ use crate::ids::{SequenceId, TokenId};
 use crate::schedule::admission::Lacking;
 use crate::schedule::request::{Schedule, SchedulerConfig, WaitReason};
 use crate::schedule::scheduler::{Index, Scheduler};
-use crate::schedule::sequence::{Sequence, State};
+use crate::schedule::sequence::{Place, Sequence, State};
 use crate::schedule::step_builder::{begin_plan, finish_plan, push_rows};
 use crate::schedule::step_plan::{LogitRow, StepPlan, rows_work};
 
@@ -73,12 +73,9 @@ impl Scheduler {
         self.rollback();
         self.spare_plan = plan;
         match lacking {
-            _ if self.running.is_empty() && self.waiting.is_empty() => Schedule::Idle,
-            Some(Lacking::Blocks { needed, available }) => {
-                Schedule::Waiting(WaitReason::Blocks { needed, available })
-            }
-            Some(Lacking::Transfers) => {
-                Schedule::Waiting(WaitReason::Transfers { steps: self.cache.num_transfers() })
+            _ if self.running.is_empty() && self.line.is_empty() => Schedule::Idle,
+            Some(lacking @ (Lacking::Blocks { .. } | Lacking::Transfers)) => {
+                Schedule::Waiting(self.wait_reason(lacking))
             }
             _ => Schedule::Waiting(WaitReason::Blocks { needed: 1, available: self.cache.free_blocks() }),
         }
@@ -121,7 +118,7 @@ impl Scheduler {
             if self.stats.preemptions == start || fault!(AdmittedAfterPreempting) {
                 lacking = self.admit(plan, budget, displaced);
             }
-            let nobody = self.running.is_empty() && self.waiting.is_empty();
+            let nobody = self.running.is_empty() && self.line.is_empty();
             let gives_up = fault!(NoLastResort);
             if plan.num_rows() > 0 || nobody || gives_up || std::mem::replace(&mut self.last_resort, true) {
                 self.last_resort = false;
@@ -139,20 +136,15 @@ impl Scheduler {
             let sequence = self.get_mut(index);
             sequence.planned_rows = 0;
             sequence.planned_logits = 0;
+            self.recount(index);
         }
         self.resolve_forks();
         if swapped {
             self.undo_swaps();
         }
-        if std::mem::take(&mut self.events_are_told) {
-            self.events.clear();
-        }
-        let told = self.events.len();
         for &index in &planned {
             self.settle(index);
         }
-        // What ended with a step that never was is not among the next one's events.
-        self.events.truncate(told);
         self.planned = planned;
         self.planned.clear();
     }
@@ -164,6 +156,7 @@ impl Scheduler {
         let out = |&index: &Index| self.blocks_returning(index) > 0;
         let back: Vec<Index> = self.running.iter().copied().filter(out).collect();
         for index in back {
+            self.untell_admitted(index);
             self.requeue(index);
         }
     }
@@ -173,8 +166,11 @@ impl Scheduler {
         if self.records[index].is_none() {
             return;
         }
-        self.drop_aborted_samples(index);
+        let all_told = self.drop_aborted_samples(index);
         if self.get(index).aborting {
+            if !all_told {
+                self.tell_ended(index);
+            }
             self.drop_record(index);
         } else {
             self.truncate_now(index);
@@ -217,11 +213,18 @@ impl Scheduler {
             let limit = self.share_of(index, budget.minus(set_aside));
             match self.plan_sequence(plan, index, limit) {
                 Planned::Rows(used) => *budget = budget.minus(used),
-                Planned::NoBudget if takes_turns => {
-                    self.resume_at.get_or_insert(self.get(index).place());
+                Planned::NoBudget => {
+                    self.get_mut(index).lacking = Some(Lacking::Budget);
+                    if takes_turns {
+                        self.resume_at.get_or_insert(self.get(index).place());
+                    }
                 }
                 Planned::NoRoom if self.yields(index) => self.evict(index, None),
-                Planned::NoBudget | Planned::NoRoom => {}
+                Planned::NoRoom => {
+                    let needed = self.blocks_for_rows(index, 1);
+                    let available = self.available_to(index);
+                    self.get_mut(index).lacking = Some(Lacking::Blocks { needed, available });
+                }
             }
         }
         self.order = order;
@@ -260,22 +263,27 @@ impl Scheduler {
 
     /// Whether the first in line has not been refused since anything was given up.
     fn may_let_in(&self) -> bool {
-        let first = self.waiting.front().map(|&first| (self.get(first).place(), self.releases));
+        let first = self.door();
         first.is_some() && first != self.closed_at
+    }
+
+    /// The first in line, and how much was given up so far: what could let it in.
+    fn door(&self) -> Option<(Place, u64)> {
+        let given_up = self.releases + self.cache.num_expirations();
+        self.line.first().map(|first| (self.get(first).place(), given_up))
     }
 
     /// Lets requests in while rows are left, `only_first` that one that others were preempted for. Returns what the first
     /// one left outside lacks.
     fn admit(&mut self, plan: &mut StepPlan, budget: &mut Budget, only_first: bool) -> Option<Lacking> {
-        while !self.waiting.is_empty() {
+        while self.line.first().is_some() {
             if plan.num_rows() > 0 && (budget.rows == 0 || budget.work == 0) {
                 return None;
             }
-            let index = match self.admit_next() {
+            let index = match self.admit_next(only_first) {
                 Ok(index) => index,
                 Err(lacking) => {
-                    let first = self.waiting.front();
-                    self.closed_at = first.map(|&first| (self.get(first).place(), self.releases));
+                    self.closed_at = self.door();
                     return Some(lacking);
                 }
             };
@@ -326,6 +334,7 @@ impl Scheduler {
             self.cache.register(table, &sequence.namespace, known, &hashes, |_| Default::default());
         }
         self.request_logits(plan, index, first_row, rows, known);
+        self.recount(index);
         self.planned.push(index);
         Planned::Rows(Budget::of(computed, rows))
     }
@@ -333,6 +342,7 @@ impl Scheduler {
     fn request_logits(&mut self, plan: &mut StepPlan, index: Index, first_row: u32, rows: u32, known: u32) {
         let sequence = self.records[index].as_mut().expect("an index in a queue has a record");
         sequence.planned_rows = rows;
+        sequence.lacking = None;
         let complete = known == sequence.uncomputed();
         if !complete || !sequence.wants_token() {
             sequence.planned_logits = 0;
@@ -357,9 +367,13 @@ impl Scheduler {
 
     /// Blocks that are lacking for `rows` more rows.
     fn blocks_short(&self, index: Index, rows: u32) -> u32 {
-        let Some(table) = self.get(index).table else { return u32::MAX };
-        let needed = self.cache.blocks_needed(table, rows).unwrap_or(u32::MAX);
-        self.missing_to(index, needed)
+        self.missing_to(index, self.blocks_for_rows(index, rows))
+    }
+
+    /// Free blocks that `rows` more rows take.
+    fn blocks_for_rows(&self, index: Index, rows: u32) -> u32 {
+        let table = self.get(index).table;
+        table.and_then(|table| self.cache.blocks_needed(table, rows).ok()).unwrap_or(u32::MAX)
     }
 
     /// The most rows, up to `rows`, that the free blocks hold.
@@ -375,12 +389,10 @@ impl Scheduler {
     /// Makes room for as many of `rows` rows as possible. Idle content gives way to all of them, running sequences only
     /// to the first block's. Returns the rows that fit then.
     fn room_for(&mut self, index: Index, rows: u32) -> u32 {
-        let Some(table) = self.get(index).table else { return 0 };
-        let needed = |scheduler: &Self, rows| scheduler.cache.blocks_needed(table, rows).unwrap_or(u32::MAX);
         let fit = self.rows_that_fit(index, rows);
         let mut wanted = rows;
         while wanted > fit {
-            if self.make_room(index, needed(self, wanted), false) {
+            if self.make_room(index, self.blocks_for_rows(index, wanted), false) {
                 return wanted;
             }
             wanted /= 2;
@@ -391,7 +403,7 @@ impl Scheduler {
         let block_size = self.cache.config().block_size();
         [rows.min(block_size), 1]
             .into_iter()
-            .find(|&rows| self.make_room(index, needed(self, rows), true))
+            .find(|&rows| self.make_room(index, self.blocks_for_rows(index, rows), true))
             .unwrap_or(0)
     }
 }

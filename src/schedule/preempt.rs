@@ -209,7 +209,7 @@ impl Scheduler {
     fn make_host_room(&mut self, needed: u32, victim: Index) {
         let idle = |scheduler: &Self| {
             let on_host = |&&other: &&Index| other != victim && scheduler.blocks_returning(other) > 0;
-            scheduler.kept.iter().filter(on_host).copied().collect::<Vec<Index>>()
+            scheduler.kept.values().filter(on_host).copied().collect::<Vec<Index>>()
         };
         let candidates = idle(self);
         let most: u32 = candidates.iter().map(|&other| self.blocks_returning(other)).sum();
@@ -227,7 +227,7 @@ impl Scheduler {
     /// Preempts sequences of lower classes for the first in line, if it cannot be let in otherwise and that lets it in.
     /// Returns whether it did: then this step lets in nobody else (I9).
     pub(super) fn displace(&mut self) -> bool {
-        let Some(&first) = self.waiting.front() else { return false };
+        let Some(first) = self.line.first() else { return false };
         let (priority, place) = (self.get(first).priority, self.get(first).place());
         let is_lower = |scheduler: &Self, other: Index| {
             let other = scheduler.get(other);
@@ -241,8 +241,7 @@ impl Scheduler {
             return false;
         }
         let excess = |scheduler: &Self| {
-            let running: u32 = scheduler.running.iter().map(|&other| scheduler.get(other).width()).sum();
-            (running + scheduler.get(first).width()).saturating_sub(scheduler.max_running())
+            (scheduler.sums.running + scheduler.get(first).width()).saturating_sub(scheduler.max_running())
         };
         let lower = self.running.iter().copied().filter(|&other| is_lower(self, other));
         if lower.map(|other| self.get(other).width()).sum::<u32>() < excess(self) {
@@ -251,7 +250,7 @@ impl Scheduler {
         self.match_prefix(first);
         let needed = self.blocks_to_enter(first);
         let fits = self.missing_to(first, needed) == 0 || self.can_reclaim(first, needed);
-        let lets_in = !self.waits_for_twin(first) && (fits || self.displace_for(first, needed));
+        let lets_in = self.computes_prompt_of(first).is_none() && (fits || self.displace_for(first, needed));
         self.matched.index = None;
         let mut displaced = lets_in && !fits;
         while lets_in && excess(self) > 0 {

@@ -35,16 +35,17 @@ impl Scheduler {
         (self.matched.index == Some(index)).then_some(&self.matched.found)
     }
 
-    /// Whether a running sequence is computing what `index` would compute next, and will be done with it sooner.
-    pub(super) fn waits_for_twin(&self, index: Index) -> bool {
+    /// The running sequence that is computing what `index` would compute next, and will be done with it sooner.
+    pub(super) fn computes_prompt_of(&self, index: Index) -> Option<Index> {
         let waits =
             self.config.prefix_cache.is_some_and(|config| config.duplicates == DuplicatePrompts::Wait);
-        let Some(found) = self.found_for(index).filter(|_| waits) else { return false };
+        let found = self.found_for(index).filter(|_| waits)?;
         let sequence = self.get(index);
         let next = found.blocks.len();
-        let Some(hash) = sequence.hashes.get(next) else { return false };
+        let hash = sequence.hashes.get(next)?;
         let block_size = self.cache.config().block_size() as usize;
-        self.running.iter().map(|&other| self.get(other)).any(|other| {
+        self.running.iter().copied().find(|&other| {
+            let other = self.get(other);
             let comes = other.hashes.get(next) == Some(hash)
                 && other.namespace == sequence.namespace
                 && !other.aborting
@@ -71,6 +72,7 @@ impl Scheduler {
         let report = PrefixReport { cached_tokens: cached, wanted_tokens: wanted, miss: found.miss };
         sequence.computed = cached;
         sequence.confirmed = cached;
+        let again = sequence.was_let_in;
         if sequence.preemptions > 0 {
             self.found_again.note(cached, sequence.high_water);
         }
@@ -82,6 +84,11 @@ impl Scheduler {
         if !retain.is_empty() {
             self.cache
                 .keep_blocks(table, sequence.adopted_blocks, |entry| keep_of(retain, entry, block_size));
+        }
+        if again {
+            // What a sequence has computed itself, and finds when it comes back, is no hit.
+            self.stats.prefix_refound_tokens += u64::from(cached);
+            return;
         }
         self.stats.prefix_hit_tokens += u64::from(cached);
         self.stats.prefix_wanted_tokens += u64::from(wanted);
@@ -97,6 +104,15 @@ impl Scheduler {
         let sequence = self.get(index);
         let event = StepEvent::Admitted { sequence: sequence.id, prefix: sequence.prefix };
         self.tell(event);
+    }
+
+    /// Takes back that a sequence was let in: by a step that was dropped, before it was told.
+    pub(super) fn untell_admitted(&mut self, index: Index) {
+        let id = self.get(index).id;
+        if !self.events_are_told {
+            self.events
+                .retain(|event| !matches!(event, StepEvent::Admitted { sequence, .. } if *sequence == id));
+        }
     }
 
     /// Lets others find a sequence's full blocks, as far as they are confirmed.
@@ -117,8 +133,9 @@ impl Scheduler {
         if (registered + 1) * block_size <= sequence.input_len
             && self.cache.registered_blocks(table) > registered
         {
-            // Whoever was refused may find an equal prompt now.
+            // Those that were refused may find an equal prompt now.
             self.releases += 1;
+            self.wake_those_behind(index);
         }
     }
 

@@ -1,14 +1,14 @@
 //! The records of sequences, and the queues they stand in.
 
 use crate::error::RequestError;
-use crate::ids::{RequestId, SequenceId, TokenId};
+use crate::ids::{RequestId, SequenceId, TableId, TokenId};
 use crate::schedule::request::{PrefixReport, Priority, Request, StepEvent};
 use crate::schedule::scheduler::{Index, Scheduler};
-use crate::schedule::sequence::{Sequence, State};
+use crate::schedule::sequence::{Counted, Sequence, State};
 
 impl Scheduler {
     pub(super) fn new_request(&mut self) -> RequestId {
-        let id = RequestId(self.next_request);
+        let id = RequestId { scheduler: self.cache.instance(), number: self.next_request };
         self.next_request += 1;
         id
     }
@@ -60,7 +60,14 @@ impl Scheduler {
             planned_logits: 0,
             preemptions: 0,
             protected: false,
-            promised: false,
+            promise: None,
+            may_wait: request.may_wait,
+            lacking: None,
+            behind: None,
+            passed: 0,
+            was_let_in: false,
+            counted: None,
+            kept_as: 0,
             aborted_samples: Vec::new(),
             aborting: false,
             truncating: None,
@@ -85,11 +92,19 @@ impl Scheduler {
 
     /// Files a record under another sample's id.
     pub(super) fn rename(&mut self, index: Index, sample: u32) {
-        let old = self.get(index).id;
+        let Sequence { id: old, behind, state, .. } = *self.get(index);
+        let in_line = state == State::Waiting;
+        if in_line {
+            self.line.leave(self.get(index).place(), behind);
+        }
         self.by_id.remove(&old);
         let id = old.request().sample(sample);
         self.get_mut(index).id = id;
         self.by_id.insert(id, index);
+        if in_line {
+            self.get_mut(index).behind = None;
+            self.stand_in_line(index);
+        }
     }
 
     fn remove(&mut self, index: Index) -> Option<Sequence> {
@@ -102,22 +117,60 @@ impl Scheduler {
     /// Ends a record that no step is writing through: out of its queue, its blocks back.
     pub(super) fn drop_record(&mut self, index: Index) {
         self.leave_queue(index);
-        self.pending_forks.retain(|&other| other != index);
+        if let Some(order) = self.get(index).fork.and_then(|fork| fork.order) {
+            self.pending_forks.remove(&order);
+        }
+        self.late_cuts.remove(&index);
         self.unprotect(index);
+        self.set_promised(index, false);
         self.release_table(index);
         self.remove(index);
     }
 
     /// Takes a sequence out of the queue that its state names.
+    ///
+    /// # Complexity
+    /// O(log sequences), and for a running one the memory of the indices behind it.
     pub(super) fn leave_queue(&mut self, index: Index) {
-        match self.get(index).state {
+        self.uncount(index);
+        let sequence = self.get_mut(index);
+        let place = sequence.place();
+        match sequence.state {
             State::Waiting => {
-                self.waiting.retain(|&other| other != index);
-                self.claimants.retain(|&other| other != index);
+                let behind = sequence.behind.take();
+                self.line.leave(place, behind);
             }
-            State::Running => self.running.retain(|&other| other != index),
-            State::Kept => self.kept.retain(|&other| other != index),
+            State::Running => {
+                let position = self.running.partition_point(|&other| self.get(other).place() < place);
+                debug_assert_eq!(self.running.get(position), Some(&index), "a running sequence is in order");
+                self.running.remove(position);
+                self.running_of_class[self.get(index).priority as usize] -= 1;
+                self.wake_those_behind(index);
+            }
+            State::Kept => {
+                let kept_as = sequence.kept_as;
+                self.kept.remove(&kept_as);
+            }
         }
+    }
+
+    /// Has sequences that wait for what this one computes be asked again.
+    pub(super) fn wake_those_behind(&mut self, index: Index) {
+        while let Some(woken) = self.line.wake_one(index) {
+            let woken = self.get_mut(woken);
+            (woken.behind, woken.lacking) = (None, None);
+            self.releases += 1;
+        }
+    }
+
+    /// Gives a sequence a table, whose blocks are promised if the sequence is.
+    pub(super) fn set_table(&mut self, index: Index, table: TableId) {
+        let sequence = self.get_mut(index);
+        sequence.table = Some(table);
+        let promised = sequence.is_promised();
+        self.cache.set_promised(table, promised);
+        self.note_tail(index);
+        self.recount(index);
     }
 
     pub(super) fn release_table(&mut self, index: Index) {
@@ -128,17 +181,20 @@ impl Scheduler {
         if let Some(table) = sequence.table.take() {
             let released = self.cache.release(table);
             debug_assert!(released.is_ok(), "a table that no step writes through is released: {released:?}");
+            self.recount(index);
         }
     }
 
     pub(super) fn protect(&mut self, index: Index) {
         self.get_mut(index).protected = true;
         self.num_protected += 1;
+        self.recount(index);
     }
 
     pub(super) fn unprotect(&mut self, index: Index) {
         if std::mem::take(&mut self.get_mut(index).protected) {
             self.num_protected -= 1;
+            self.recount(index);
         }
     }
 
@@ -152,21 +208,49 @@ impl Scheduler {
 
     /// Puts a waiting sequence into the queue, at its place.
     pub(super) fn enqueue(&mut self, index: Index) {
+        let sequence = self.get_mut(index);
+        sequence.passed = 0;
+        sequence.lacking = None;
+        sequence.counted = Some(Counted::default());
+        self.recount(index);
+        self.stand_in_line(index);
+    }
+
+    fn stand_in_line(&mut self, index: Index) {
         let place = self.get(index).place();
-        let position = self.waiting.partition_point(|&other| self.get(other).place() < place);
-        self.waiting.insert(position, index);
+        self.line.enter(place, index);
         if self.get(index).has_claims() {
-            self.note_claims(index);
+            self.line.note_claims(place, index);
         }
     }
 
-    /// Files a sequence in line among those that may hold something.
-    pub(super) fn note_claims(&mut self, index: Index) {
-        let place = self.get(index).place();
-        let position = self.claimants.partition_point(|&other| self.get(other).place() < place);
-        if self.claimants.get(position) != Some(&index) {
-            self.claimants.insert(position, index);
+    /// Brings the sums over sequences in line and running up to date with this one.
+    pub(super) fn recount(&mut self, index: Index) {
+        let Some(before) = self.get(index).counted else { return };
+        let now = self.count_of(self.get(index));
+        self.get_mut(index).counted = Some(now);
+        let sums = &mut self.sums;
+        sums.running = sums.running - before.running + now.running;
+        sums.tables = sums.tables - before.tables + now.tables;
+        sums.owed = sums.owed - before.owed + now.owed;
+    }
+
+    /// What a sequence adds to the sums while it is in line or runs.
+    pub(super) fn count_of(&self, sequence: &Sequence) -> Counted {
+        let tables = sequence.tables_set_aside();
+        if sequence.state != State::Running {
+            return Counted { tables, ..Counted::default() };
         }
+        let wanted = self.cache.config().layout().blocks_for(sequence.len());
+        let owed = wanted.saturating_sub(self.table_blocks(sequence));
+        Counted { running: sequence.width(), tables, owed: if sequence.protected { 0 } else { owed } }
+    }
+
+    fn uncount(&mut self, index: Index) {
+        let Some(before) = self.get_mut(index).counted.take() else { return };
+        self.sums.running -= before.running;
+        self.sums.tables -= before.tables;
+        self.sums.owed -= before.owed;
     }
 
     /// Puts a running sequence among the others, at its place.
@@ -174,11 +258,14 @@ impl Scheduler {
         let place = self.get(index).place();
         let position = self.running.partition_point(|&other| self.get(other).place() < place);
         self.running.insert(position, index);
+        self.running_of_class[self.get(index).priority as usize] += 1;
+        self.get_mut(index).counted = Some(Counted::default());
+        self.recount(index);
     }
 
     /// Shares the parent's blocks with a sequence that forked while the parent's step was outstanding.
     pub(super) fn resolve_forks(&mut self) {
-        for index in std::mem::take(&mut self.pending_forks) {
+        while let Some((_, index)) = self.pending_forks.pop_first() {
             self.resolve_fork(index);
         }
     }
@@ -186,10 +273,14 @@ impl Scheduler {
     pub(super) fn resolve_fork(&mut self, index: Index) {
         let max_tokens = self.get(index).max_tokens;
         let Some(fork) = self.get_mut(index).fork.take() else { return };
+        if let Some(order) = fork.order {
+            self.pending_forks.remove(&order);
+        }
+        self.recount(index);
         // Without a table or with the parent gone, the sequence is computed alone.
         if let Ok(table) = self.cache.fork(fork.parent, fork.at, max_tokens) {
+            self.set_table(index, table);
             let sequence = self.get_mut(index);
-            sequence.table = Some(table);
             sequence.computed = fork.at;
             sequence.confirmed = sequence.confirmed.min(fork.at);
             sequence.high_water = fork.at;
@@ -213,6 +304,16 @@ impl Scheduler {
     }
 
     pub(super) fn find(&self, id: SequenceId) -> Result<Index, RequestError> {
+        self.check_own(id.request())?;
         self.by_id.get(&id).copied().ok_or(RequestError::Unknown { sequence: id })
+    }
+
+    /// Fails for a request that another scheduler took.
+    pub(super) fn check_own(&self, request: RequestId) -> Result<(), RequestError> {
+        let scheduler = self.cache.instance();
+        match request.scheduler() {
+            owner if owner == scheduler => Ok(()),
+            owner => Err(RequestError::Foreign { request: request.raw(), owner, scheduler }),
+        }
     }
 }

@@ -22,6 +22,7 @@ pub struct Request {
     pub(super) stop_tokens: Vec<TokenId>,
     pub(super) samples: u32,
     pub(super) keep: bool,
+    pub(super) may_wait: bool,
     pub(super) priority: Priority,
     pub(super) namespace: Namespace,
     pub(super) retain: Vec<RetainRange>,
@@ -44,6 +45,7 @@ impl Request {
             stop_tokens: Vec::new(),
             samples: 1,
             keep: false,
+            may_wait: false,
             priority: Priority::default(),
             namespace: Namespace::default(),
             retain: Vec::new(),
@@ -72,6 +74,14 @@ impl Request {
     /// Keeps the sequence when it has finished, to be extended or forked. Its blocks stay while nobody needs them.
     pub fn keep(mut self, keep: bool) -> Self {
         self.keep = keep;
+        self
+    }
+
+    /// Whether a branch or a chat's next turn waits in line where its blocks cannot be promised at once, instead of
+    /// [`RequestError::PromiseExceeded`](crate::RequestError::PromiseExceeded); only guaranteed admission asks. New requests
+    /// always wait.
+    pub fn may_wait(mut self, may_wait: bool) -> Self {
+        self.may_wait = may_wait;
         self
     }
 }
@@ -115,6 +125,10 @@ pub enum Priority {
     Normal,
     /// Whenever nothing else needs the device.
     Idle,
+}
+
+impl Priority {
+    pub(super) const COUNT: usize = 3;
 }
 
 /// How a victim's tokens come back.
@@ -274,6 +288,9 @@ pub struct SchedulerConfig {
     /// Drafts that a sequence may propose for a step at most. Drafts that are proposed take rows and blocks of their step
     /// like other tokens; nothing is set aside for those that are not.
     pub max_drafts: u32,
+    /// Requests that may be let in before the first in line while that one lacks blocks and they do not: of its class or a
+    /// higher one, counted from when it became the first. With 0 the line is strict.
+    pub max_passed: u32,
     /// How often a sequence may be preempted. At the bound it is let in again only with everything it may still need
     /// reserved, and is not preempted any more (I9).
     pub max_preemptions: u32,
@@ -298,6 +315,7 @@ impl Default for SchedulerConfig {
             max_running: None,
             admission: Admission::Overcommitted { watermark_blocks: 0 },
             max_drafts: 0,
+            max_passed: 8,
             max_preemptions: 3,
             prefix_cache: Some(PrefixCacheConfig::default()),
             preemption: PreemptionMode::default(),
@@ -346,23 +364,34 @@ pub enum Schedule {
     Idle,
 }
 
-/// Why there is no step although requests wait.
+/// Why there is no step although requests wait, or why a sequence has no rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WaitReason {
-    /// The first request in line needs blocks that are not free.
+    /// It, or the first request in line, needs blocks that are not free.
     Blocks {
         /// Blocks it needs.
         needed: u32,
         /// Blocks that are free.
         available: u32,
     },
-    /// The first request in line is swapped out and has not arrived in the host pool: pass on what the device part
+    /// It, or the first request in line, is swapped out and has not arrived in the host pool: pass on what the device part
     /// reports ([`Scheduler::complete_transfers`](crate::Scheduler::complete_transfers)).
     Transfers {
         /// Steps whose transfers have not been reported.
         steps: usize,
     },
+    /// All block tables, or places among those that run, are taken.
+    Tables,
+    /// Another sequence is computing the beginning of its prompt: it is let in when that can be found.
+    EqualPrompt {
+        /// The sequence that computes it.
+        sequence: SequenceId,
+    },
+    /// Others come before it in line.
+    Line,
+    /// The step's rows or work were used up.
+    Budget,
     /// An invariant was found broken: `commit` and `add` return the error.
     Poisoned,
 }
@@ -470,12 +499,14 @@ pub struct SchedulerStats {
     /// Kept sequences whose blocks were taken: moved to the host pool if there is room, otherwise to be found in the
     /// prefix cache or computed again when they are extended.
     pub reclaimed: u64,
-    /// Tokens found in the prefix cache, over all admissions.
+    /// Tokens found in the prefix cache, when sequences were let in for the first time in a turn.
     pub prefix_hit_tokens: u64,
-    /// Tokens looked for in the prefix cache, over all admissions.
+    /// Tokens looked for then.
     pub prefix_wanted_tokens: u64,
     /// Why the others were not found.
     pub prefix_misses: MissCounts,
+    /// Tokens that sequences found again when they came back: after a preemption, say. They are no hits.
+    pub prefix_refound_tokens: u64,
     /// Sequences running.
     pub running: u32,
     /// Sequences waiting.

@@ -102,7 +102,7 @@ impl Scheduler {
 
     /// Gives up one block of pinned content. Returns whether there was any.
     pub(super) fn give_up_pinned_content(&mut self) -> bool {
-        if let Some(&kept) = self.kept.iter().find(|&&kept| self.get(kept).table.is_some()) {
+        if let Some(&kept) = self.kept.values().find(|&&kept| self.get(kept).table.is_some()) {
             self.evict(kept, None);
             return true;
         }
@@ -112,11 +112,14 @@ impl Scheduler {
     /// Sequences that only hold content: kept ones, then those in line behind the requester that are not promised it.
     fn idle_candidates(&self, index: Index, resort: Resort) -> impl Iterator<Item = Index> {
         let place = self.get(index).place();
-        let kept = self.kept.iter().copied().filter(|&kept| self.get(kept).table.is_some());
+        let kept = self.kept.values().copied().filter(|&kept| self.get(kept).table.is_some());
         // A turn or branch that waits in line holds blocks as a kept sequence does; under guarantee they are promised.
-        let waiting = self.claimants.iter().rev().copied().filter(move |&other| {
+        let waiting = self.line.claimants().rev().filter(move |&other| {
             let within_reach = resort == Resort::Last || self.get(other).place() > place;
-            within_reach && other != index && self.get(other).table.is_some() && !self.get(other).promised
+            within_reach
+                && other != index
+                && self.get(other).table.is_some()
+                && !self.get(other).is_promised()
         });
         kept.chain(waiting)
     }
@@ -193,7 +196,7 @@ impl Scheduler {
             })
     }
 
-    fn blocks_of(&self, index: Index) -> &[BlockId] {
+    pub(super) fn blocks_of(&self, index: Index) -> &[BlockId] {
         self.get(index).table.and_then(|table| self.cache.block_ids(table).ok()).unwrap_or_default()
     }
 
@@ -204,10 +207,10 @@ impl Scheduler {
         if missing == 0 {
             return true;
         }
-        let waiting = self.claimants.iter().rev().filter(|_| parent.is_none());
-        let idle = self.kept.iter().chain(waiting).copied().filter(|&other| {
+        let waiting = self.line.claimants().rev().filter(|_| parent.is_none());
+        let idle = self.kept.values().copied().chain(waiting).filter(|&other| {
             let sequence = self.get(other);
-            other != index && Some(other) != parent && sequence.table.is_some() && !sequence.promised
+            other != index && Some(other) != parent && sequence.table.is_some() && !sequence.is_promised()
         });
         let mut victims = Vec::new();
         let mut freed = 0;
@@ -232,16 +235,7 @@ impl Scheduler {
     /// Tables that must become free before `index` and its samples can open theirs, beside those set aside: for samples
     /// that have not parted, and for branches that share when the outstanding step has ended.
     fn tables_missing_to(&self, index: Index) -> u32 {
-        let set_aside = |other: Index| {
-            let sequence = self.get(other);
-            match (sequence.table, sequence.fork) {
-                _ if other == index => 0,
-                (Some(_), _) => sequence.width() - 1,
-                (None, Some(_)) => sequence.width(),
-                (None, None) => 0,
-            }
-        };
-        let others: u32 = self.running.iter().chain(&self.claimants).map(|&other| set_aside(other)).sum();
+        let others = self.sums.tables - self.get(index).counted.map_or(0, |counted| counted.tables);
         let sequence = self.get(index);
         let own = u32::from(sequence.table.is_some());
         (sequence.width() + others).saturating_sub(self.cache.free_tables() + own)

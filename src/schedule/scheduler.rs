@@ -9,13 +9,15 @@ use crate::cache::KvCache;
 use crate::config::CacheConfig;
 use crate::error::{Error, RequestError};
 use crate::ids::{RequestId, SequenceId, TokenId};
-use crate::schedule::admission::Refusal;
+use crate::schedule::line::Line;
 use crate::schedule::preempt::FoundAgain;
 use crate::schedule::prefix::Matched;
-use crate::schedule::request::{Admission, Rates, Request, SchedulerConfig, SchedulerStats, StepEvent};
-use crate::schedule::sequence::{PendingFork, Place, Sequence, State};
+use crate::schedule::request::{
+    Admission, Priority, Rates, Request, SchedulerConfig, SchedulerStats, StepEvent,
+};
+use crate::schedule::sequence::{Counted, PendingFork, Place, Sequence, State};
 use crate::schedule::step_plan::StepPlan;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Index of a sequence's record.
 pub(super) type Index = usize;
@@ -53,17 +55,15 @@ pub struct Scheduler {
     pub(super) by_id: BTreeMap<SequenceId, Index>,
     /// By place.
     pub(super) running: Vec<Index>,
-    /// By place.
-    pub(super) waiting: VecDeque<Index>,
-    /// Those in line that may hold a table, or have one set aside, or are promised blocks, by place: whoever has given all
-    /// that up since may be among them. So no step walks the whole queue.
-    pub(super) claimants: Vec<Index>,
+    pub(super) line: Line,
     /// Least recently finished first.
-    pub(super) kept: VecDeque<Index>,
+    pub(super) kept: BTreeMap<u64, Index>,
     /// Sequences of the outstanding plan, in its order.
     pub(super) planned: Vec<Index>,
-    /// Sequences whose table is forked when the outstanding step ends.
-    pub(super) pending_forks: Vec<Index>,
+    /// Those of them that are cut when the step ends.
+    pub(super) late_cuts: BTreeSet<Index>,
+    /// Sequences whose table is forked when the outstanding step ends, in the order in which they came.
+    pub(super) pending_forks: BTreeMap<u64, Index>,
     pub(super) spare_plan: StepPlan,
     pub(super) order: Vec<Index>,
     /// Rows that each prompt being read may have in the step that is planned.
@@ -85,8 +85,16 @@ pub struct Scheduler {
     pub(super) num_protected: u32,
     /// Grows whenever a sequence gives something up: blocks, a table, or the need for them.
     pub(super) releases: u64,
-    /// Whom the promises left outside.
-    pub(super) refusal: Option<Refusal>,
+    /// Blocks that all promised sequences have at their declared maximum, shared ones counted for each.
+    pub(super) promised_maxima: u64,
+    /// Promised sequences whose last block may be others', too.
+    pub(super) shared_tails: BTreeSet<Index>,
+    /// Sums over sequences in line and running.
+    pub(super) sums: Counted,
+    /// Running records of each class.
+    pub(super) running_of_class: [u32; Priority::COUNT],
+    pub(super) next_kept: u64,
+    pub(super) next_fork: u64,
     pub(super) next_request: u64,
     pub(super) next_arrival: u64,
     pub(super) stats: SchedulerStats,
@@ -111,11 +119,11 @@ impl Scheduler {
             free_records: Vec::new(),
             by_id: BTreeMap::new(),
             running: Vec::new(),
-            waiting: VecDeque::new(),
-            claimants: Vec::new(),
-            kept: VecDeque::new(),
+            line: Line::default(),
+            kept: BTreeMap::new(),
             planned: Vec::new(),
-            pending_forks: Vec::new(),
+            late_cuts: BTreeSet::new(),
+            pending_forks: BTreeMap::new(),
             spare_plan: StepPlan::default(),
             order: Vec::new(),
             shares: Vec::new(),
@@ -129,7 +137,12 @@ impl Scheduler {
             resume_at: None,
             num_protected: 0,
             releases: 0,
-            refusal: None,
+            promised_maxima: 0,
+            shared_tails: BTreeSet::new(),
+            sums: Counted::default(),
+            running_of_class: [0; Priority::COUNT],
+            next_kept: 0,
+            next_fork: 0,
             next_request: 1,
             next_arrival: 1,
             stats: SchedulerStats::default(),
@@ -173,8 +186,8 @@ impl Scheduler {
     ///
     /// # Errors
     /// [`RequestError::Unknown`], [`RequestError::NotKept`] while it runs, the errors of [`add`](Self::add), and under
-    /// guaranteed admission [`RequestError::PromiseExceeded`] when what it may need cannot be promised now. The sequence
-    /// stays kept then.
+    /// guaranteed admission [`RequestError::PromiseExceeded`] when what it may need cannot be promised now and the request
+    /// does not say that it [may wait](Request::may_wait). The sequence stays kept then.
     pub fn extend(&mut self, sequence: impl Into<SequenceId>, request: Request) -> Result<(), RequestError> {
         self.cache.check_poison()?;
         let id = sequence.into();
@@ -189,7 +202,10 @@ impl Scheduler {
         let max_tokens = self.declared_maximum(len, &request)?;
         self.check_fits(len as u32, max_tokens, 1)?;
         if self.config.admission == Admission::Guaranteed {
-            self.promise_turn(index, len as u32, max_tokens)?;
+            match self.promise_turn(index, len as u32, max_tokens) {
+                Err(RequestError::PromiseExceeded { .. }) if request.may_wait => {}
+                promised => promised?,
+            }
         }
         // What is computed stays, but for the last token where its logits are needed again (I6).
         let computed = self.get(index).computed.min(len as u32 - 1);
@@ -215,6 +231,8 @@ impl Scheduler {
         sequence.to_context_end = request.max_new_tokens.is_none();
         sequence.stop_tokens = request.stop_tokens.into();
         sequence.keep = request.keep;
+        sequence.may_wait = request.may_wait;
+        sequence.was_let_in = false;
         sequence.arrival = arrival;
         sequence.preemptions = 0;
         sequence.state = State::Waiting;
@@ -229,13 +247,13 @@ impl Scheduler {
         // Its last token is computed again if there is nothing else to compute.
         sequence.truncating = Some(len);
         (sequence.max_tokens, sequence.input_len) = (max_tokens, len);
-        sequence.promised = true;
-        let checked = self.check_promise();
+        self.set_promised(index, true);
+        let checked = self.check_promise(Some(index));
         let sequence = self.get_mut(index);
         sequence.truncating = None;
         if checked.is_err() {
             (sequence.max_tokens, sequence.input_len) = old;
-            sequence.promised = false;
+            self.set_promised(index, false);
         }
         checked
     }
@@ -246,7 +264,9 @@ impl Scheduler {
     ///
     /// # Errors
     /// [`RequestError::Unknown`], [`RequestError::BeyondLength`] when `at` exceeds the parent's tokens, the errors of
-    /// [`add`](Self::add), and under guaranteed admission [`RequestError::PromiseExceeded`]. Nothing has changed then.
+    /// [`add`](Self::add), and under guaranteed admission [`RequestError::PromiseExceeded`] where the request does not say
+    /// that it [may wait](Request::may_wait). Nothing has changed then. A branch that waits shares what the prefix cache
+    /// has of it when it is let in.
     pub fn fork(
         &mut self,
         parent: impl Into<SequenceId>,
@@ -256,8 +276,9 @@ impl Scheduler {
         self.cache.check_poison()?;
         let parent = self.find(parent.into())?;
         let source = self.get(parent);
-        if at > source.tokens.len() {
-            return Err(RequestError::BeyondLength { tokens: at, len: source.tokens.len() });
+        let len = source.tokens_left().len();
+        if at > len {
+            return Err(RequestError::BeyondLength { tokens: at, len });
         }
         let len = at + request.tokens.len();
         if len == 0 {
@@ -270,21 +291,31 @@ impl Scheduler {
         let shared = (at as u32).min(source.computed).min(len as u32 - 1);
         let prefix = source.tokens[..at].to_vec();
         let (namespace, confirmed) = (source.namespace, source.confirmed);
-        let fork = source.table.filter(|_| shared > 0).map(|parent| PendingFork { parent, at: shared });
+        let fork = source.table.filter(|_| shared > 0);
+        let fork = fork.map(|parent| PendingFork { order: None, parent, at: shared });
+        let may_wait = request.may_wait;
         let id = self.new_request();
         let mut child = self.record(id.sample(0), request, prefix, max_tokens);
         child.fork = fork;
         (child.namespace, child.confirmed) = (namespace, confirmed);
-        child.promised = self.config.admission == Admission::Guaranteed;
         let index = self.insert(child);
+        // From now on the sum of promises knows of the blocks to be shared.
+        self.note_pending_fork(index);
+        self.set_promised(index, self.config.admission == Admission::Guaranteed);
         self.enqueue(index);
-        if let Err(error) = self.share_or_go_alone(index, parent) {
-            self.drop_record(index);
-            return Err(error);
+        match self.share_or_go_alone(index, parent) {
+            Err(RequestError::PromiseExceeded { .. }) if may_wait => self.go_alone(index),
+            Err(error) => {
+                self.drop_record(index);
+                return Err(error);
+            }
+            Ok(()) => {}
         }
-        if self.get(parent).planned_rows > 0 {
-            self.pending_forks.push(index);
-        } else {
+        if self.get(parent).is_promised() {
+            // Its last block is about to be shared.
+            self.shared_tails.insert(parent);
+        }
+        if self.get(parent).planned_rows == 0 {
             self.resolve_fork(index);
         }
         Ok(id)
@@ -295,18 +326,43 @@ impl Scheduler {
     fn share_or_go_alone(&mut self, index: Index, parent: Index) -> Result<(), RequestError> {
         let guaranteed = self.config.admission == Admission::Guaranteed;
         if guaranteed {
-            self.check_promise()?;
+            self.check_promise(None)?;
         }
         if self.get(index).fork.is_some() && !self.ensure_tables(index, Some(parent)) {
-            self.get_mut(index).fork = None;
+            self.drop_pending_fork(index);
             if guaranteed {
-                self.check_promise()?;
+                self.check_promise(None)?;
             }
         }
         Ok(())
     }
 
-    /// Cuts a sequence to its first `len` tokens; a running one generates again from there, up to the same maximum.
+    /// A branch shares nothing and is promised nothing: it waits in line like any other request.
+    fn go_alone(&mut self, index: Index) {
+        self.drop_pending_fork(index);
+        self.set_promised(index, false);
+        let sequence = self.get_mut(index);
+        sequence.confirmed = 0;
+    }
+
+    fn note_pending_fork(&mut self, index: Index) {
+        let order = self.next_fork;
+        if let Some(fork) = &mut self.get_mut(index).fork {
+            fork.order = Some(order);
+            self.next_fork += 1;
+            self.pending_forks.insert(order, index);
+        }
+    }
+
+    fn drop_pending_fork(&mut self, index: Index) {
+        if let Some(order) = self.get_mut(index).fork.take().and_then(|fork| fork.order) {
+            self.pending_forks.remove(&order);
+        }
+        self.recount(index);
+    }
+
+    /// Cuts a sequence to its first `len` tokens; a running one generates again from there, up to the same maximum. What a
+    /// step that is outstanding answers for it is not told, and lost.
     ///
     /// # Errors
     /// [`RequestError::Unknown`], [`RequestError::BeyondLength`] when it is shorter, [`RequestError::EmptyPrompt`] for 0;
@@ -317,29 +373,42 @@ impl Scheduler {
         self.cache.check_poison()?;
         let index = self.find(sequence.into())?;
         let sequence = self.get(index);
-        if len > sequence.tokens.len() {
-            return Err(RequestError::BeyondLength { tokens: len, len: sequence.tokens.len() });
+        let current = sequence.tokens_left().len();
+        if len > current {
+            return Err(RequestError::BeyondLength { tokens: len, len: current });
         }
         if len == 0 {
             return Err(RequestError::EmptyPrompt);
         }
         let len = len as u32;
         let earlier = sequence.truncating;
-        let len = earlier.map_or(len, |earlier| earlier.min(len));
         if sequence.state != State::Kept {
             self.check_fits(len.min(sequence.input_len), sequence.max_tokens, sequence.width())?;
         }
-        self.get_mut(index).truncating = Some(len);
-        if self.get(index).promised {
-            if let Err(error) = self.check_promise() {
-                self.get_mut(index).truncating = earlier;
+        self.set_cut(index, Some(len));
+        let is_late = self.get(index).planned_rows > 0;
+        if self.get(index).is_promised() {
+            let considered = Some(index).filter(|_| !is_late);
+            if let Err(error) = self.check_promise(considered) {
+                self.set_cut(index, earlier);
                 return Err(error);
             }
         }
-        if self.get(index).planned_rows == 0 {
+        if !is_late {
             self.truncate_now(index);
         }
         Ok(())
+    }
+
+    /// Notes to which length a sequence is to be cut, if at all: now, or when the outstanding step ends.
+    fn set_cut(&mut self, index: Index, len: Option<u32>) {
+        let sequence = self.get_mut(index);
+        sequence.truncating = len;
+        if len.is_some() && sequence.planned_rows > 0 {
+            self.late_cuts.insert(index);
+        } else {
+            self.late_cuts.remove(&index);
+        }
     }
 
     /// Makes a cut that was asked for.
@@ -347,6 +416,8 @@ impl Scheduler {
         let block_size = self.cache.config().block_size();
         let sequence = self.get_mut(index);
         let Some(len) = sequence.truncating.take() else { return };
+        self.late_cuts.remove(&index);
+        let sequence = self.get_mut(index);
         sequence.tokens.truncate(len as usize);
         sequence.input_len = sequence.input_len.min(len);
         sequence.high_water = sequence.high_water.min(len);
@@ -365,8 +436,11 @@ impl Scheduler {
             debug_assert!(cut.is_ok(), "a table that no step writes through is cut: {cut:?}");
         }
         self.releases += 1;
+        self.renew_promise(index);
+        self.recount(index);
+        self.wake_those_behind(index);
         // What was pinned after the cut was promised does not keep its blocks.
-        while self.get(index).promised && self.check_promise().is_err() {
+        while self.get(index).is_promised() && self.check_promise(None).is_err() {
             if self.cache.give_up_pins(self.cache.free_blocks() + 1) == 0 {
                 break;
             }
@@ -405,7 +479,7 @@ impl Scheduler {
     /// All tokens of a sequence that waits, runs or is kept: input and generated ones.
     pub fn tokens(&self, sequence: impl Into<SequenceId>) -> Option<&[TokenId]> {
         let index = *self.by_id.get(&sequence.into())?;
-        Some(&self.get(index).tokens)
+        Some(self.get(index).tokens_left())
     }
 
     /// How many of a sequence's tokens are in the cache.
@@ -417,15 +491,15 @@ impl Scheduler {
     /// Counters, and the pool as it is.
     ///
     /// # Complexity
-    /// O(tables); under guaranteed admission O(blocks + table entries), for what is promised.
+    /// O(tables).
     pub fn stats(&self) -> SchedulerStats {
         let mut cache = self.cache.stats();
         if !self.is_overcommitted() {
-            cache.promised_blocks = self.promised_blocks(false);
+            cache.promised_blocks = self.promised_blocks(None, false);
         }
         SchedulerStats {
             running: self.running.len() as u32,
-            waiting: self.waiting.len() as u32,
+            waiting: self.line.len() as u32,
             kept: self.kept.len() as u32,
             cache,
             ..self.stats

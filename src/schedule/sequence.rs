@@ -11,7 +11,9 @@
 
 use crate::cache::{Keep, Namespace};
 use crate::ids::{SequenceId, TableId, TokenId};
+use crate::schedule::admission::Lacking;
 use crate::schedule::request::{PrefixReport, Priority, RetainRange};
+use crate::schedule::scheduler::Index;
 use std::sync::Arc;
 
 /// Place in line, and among those that run: by arrival, a class behind the first as if it came later; the samples of a
@@ -22,6 +24,11 @@ pub(super) struct Place {
     rank: u64,
     arrival: u64,
     sample: u32,
+}
+
+impl Place {
+    /// No sequence comes before it.
+    pub(super) const FIRST: Self = Self { rank: 0, arrival: 0, sample: 0 };
 }
 
 /// Where a sequence stands.
@@ -38,6 +45,8 @@ pub enum State {
 /// A table to share once the outstanding step has ended.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PendingFork {
+    /// Its key among the pending forks, if it waits for a step to end.
+    pub(super) order: Option<u64>,
     pub(super) parent: TableId,
     /// Tokens to share.
     pub(super) at: u32,
@@ -85,8 +94,22 @@ pub(super) struct Sequence {
     pub(super) preemptions: u32,
     /// Everything it may still need is reserved, and it is not preempted.
     pub(super) protected: bool,
-    /// Its declared maximum is promised (guaranteed admission).
-    pub(super) promised: bool,
+    /// Blocks that it and its samples have at their declared maximum, if these are promised (guaranteed admission).
+    pub(super) promise: Option<u64>,
+    /// Waits in line where what it needs cannot be promised at once.
+    pub(super) may_wait: bool,
+    /// What it lacked when it was last asked, or had no rows in a step.
+    pub(super) lacking: Option<Lacking>,
+    /// The running sequence that it waits behind in line.
+    pub(super) behind: Option<Index>,
+    /// How many were let in before it since it became the first in line.
+    pub(super) passed: u32,
+    /// It was let in before in its current turn.
+    pub(super) was_let_in: bool,
+    /// While it is in line or runs, what it adds to the sums over all that do.
+    pub(super) counted: Option<Counted>,
+    /// Its number among those that were kept.
+    pub(super) kept_as: u64,
     /// Pending samples to be aborted when the outstanding step ends.
     pub(super) aborted_samples: Vec<u32>,
     /// To be aborted when the outstanding step ends.
@@ -95,13 +118,39 @@ pub(super) struct Sequence {
     pub(super) truncating: Option<u32>,
 }
 
+/// A sequence's part of the scheduler's sums.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Counted {
+    /// Running sequences that it stands for.
+    pub(super) running: u32,
+    /// Tables set aside for it and its samples.
+    pub(super) tables: u32,
+    /// Blocks that it was let in for and does not have yet, while it runs and nothing is reserved for it.
+    pub(super) owed: u32,
+}
+
 impl Sequence {
+    /// Tables that it will need beside its own: for samples that have not parted, and where it shares its parent's blocks
+    /// when the outstanding step has ended.
+    pub(super) fn tables_set_aside(&self) -> u32 {
+        match (self.table, self.fork) {
+            (Some(_), _) => self.width() - 1,
+            (None, Some(_)) => self.width(),
+            (None, None) => 0,
+        }
+    }
+
     pub(super) fn place(&self) -> Place {
         Place { rank: self.rank, arrival: self.arrival, sample: self.id.sample() }
     }
 
     pub(super) fn len(&self) -> u32 {
         self.tokens.len() as u32
+    }
+
+    /// Its tokens but for those that are cut off when the outstanding step ends.
+    pub(super) fn tokens_left(&self) -> &[TokenId] {
+        &self.tokens[..self.truncating.map_or(self.tokens.len(), |len| len as usize)]
     }
 
     /// Tokens whose keys and values are not in the cache: at least one while it waits or runs.
@@ -130,7 +179,12 @@ impl Sequence {
 
     /// Whether it has something that others wait for, or will have: a table, one set aside, or a promise.
     pub(super) fn has_claims(&self) -> bool {
-        self.table.is_some() || self.fork.is_some() || self.promised
+        self.table.is_some() || self.fork.is_some() || self.is_promised()
+    }
+
+    /// Whether its declared maximum is promised.
+    pub(super) fn is_promised(&self) -> bool {
+        self.promise.is_some()
     }
 
     /// Running sequences that this one stands for: its samples until they part.

@@ -1,6 +1,8 @@
 //! What each sequence is doing, seen from outside: for programs that show or log it.
 
 use crate::ids::{BlockId, SequenceId};
+use crate::schedule::admission::Lacking;
+use crate::schedule::request::WaitReason;
 use crate::schedule::scheduler::Scheduler;
 use crate::schedule::sequence::State;
 
@@ -21,6 +23,8 @@ pub struct SequenceStatus<'a> {
     pub host_blocks: u32,
     /// How often it was preempted in its current turn.
     pub preemptions: u32,
+    /// Why it waits in line, or had no rows in the step that was planned last although it runs.
+    pub waits_for: Option<WaitReason>,
 }
 
 impl Scheduler {
@@ -32,15 +36,31 @@ impl Scheduler {
     /// # Complexity
     /// O(log sequences).
     pub fn status(&self, sequence: impl Into<SequenceId>) -> Option<SequenceStatus<'_>> {
-        let sequence = self.get(*self.by_id.get(&sequence.into())?);
+        let index = *self.by_id.get(&sequence.into())?;
+        let sequence = self.get(index);
         let table = sequence.table;
         Some(SequenceStatus {
             state: sequence.state,
-            tokens: sequence.len(),
+            tokens: sequence.tokens_left().len() as u32,
             computed_tokens: sequence.computed,
             blocks: table.and_then(|table| self.cache.block_ids(table).ok()).unwrap_or_default(),
             host_blocks: table.map_or(0, |table| self.cache.host_blocks_of(table).unwrap_or(0)),
             preemptions: sequence.preemptions,
+            waits_for: match (sequence.lacking, sequence.state) {
+                (Some(lacking), _) => Some(self.wait_reason(lacking)),
+                (None, State::Waiting) => Some(WaitReason::Line),
+                (None, _) => None,
+            },
         })
+    }
+
+    pub(super) fn wait_reason(&self, lacking: Lacking) -> WaitReason {
+        match lacking {
+            Lacking::Blocks { needed, available } => WaitReason::Blocks { needed, available },
+            Lacking::Table => WaitReason::Tables,
+            Lacking::Transfers => WaitReason::Transfers { steps: self.cache.num_transfers() },
+            Lacking::Prompt(other) => WaitReason::EqualPrompt { sequence: self.get(other).id },
+            Lacking::Budget => WaitReason::Budget,
+        }
     }
 }

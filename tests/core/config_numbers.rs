@@ -52,7 +52,7 @@ fn a_sequence_stopped_early_holds_only_the_blocks_of_its_tokens() {
     assert_eq!(stats.cache.held_blocks, 13 + 1);
     // 2 x 256 blocks are promised, so nobody else is let in although 498 are free.
     assert_eq!((stats.cache.free_blocks, stats.running, stats.waiting), (498, 2, 1));
-    scheduler.abort(chat);
+    scheduler.abort(chat).unwrap();
     let Schedule::Step(plan) = scheduler.schedule() else { panic!("a step") };
     assert_eq!(plan.num_sequences(), 2, "its promise returns with its blocks");
     assert_eq!(scheduler.tokens(third), Some(&[3][..]));

@@ -155,10 +155,10 @@ pub(crate) fn schedulers(shape: ModelShape) -> impl Strategy<Value = (SchedulerC
         1 => Just(VictimPolicy::Requester)
     ];
     let host_blocks = prop_oneof![1 => Just(0), 2 => 1..24u32];
-    let residency = (prefix_cache, preemption, victims, host_blocks, 0..20u32);
+    let residency = (prefix_cache, preemption, victims, host_blocks, 0..20u32, 0..4u32);
     (caches(shape), admission, 2..32u32, work, any::<bool>(), 0..5u32, 0..4u32, residency).prop_map(
         |(cache, admission, step_tokens, step_work_budget, fewer, max_drafts, max_preemptions, residency)| {
-            let (prefix_cache, preemption, victims, host_blocks, ageing_steps) = residency;
+            let (prefix_cache, preemption, victims, host_blocks, ageing_steps, max_passed) = residency;
             let cache = cache.with_host_blocks(host_blocks).unwrap();
             let watermark = cache.num_blocks() - 1;
             let admission = match admission {
@@ -174,6 +174,7 @@ pub(crate) fn schedulers(shape: ModelShape) -> impl Strategy<Value = (SchedulerC
                 max_running,
                 admission,
                 max_drafts,
+                max_passed,
                 max_preemptions,
                 prefix_cache,
                 preemption,

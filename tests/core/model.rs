@@ -96,6 +96,13 @@ impl Chat {
     }
 }
 
+/// The sequences that a chat stands for.
+fn samples_of(id: SequenceId, chat: &Chat) -> impl Iterator<Item = SequenceId> {
+    let own = chat.samples.is_empty().then_some(id.sample());
+    let samples: Vec<u32> = chat.samples.iter().copied().chain(own).collect();
+    samples.into_iter().map(move |sample| id.request().sample(sample))
+}
+
 #[derive(Debug)]
 struct Outstanding<Seen> {
     plan: StepPlan,
@@ -196,6 +203,8 @@ pub(crate) struct World<D: Device> {
     in_step: bool,
     /// Sequences whose logits the outstanding step wants.
     with_logits: BTreeSet<SequenceId>,
+    /// Sequences that were aborted since the last commit, which the next one tells.
+    ended: BTreeSet<SequenceId>,
     generated: u64,
     /// Of requests, and of sequences that were extended.
     priorities: BTreeMap<RequestId, Priority>,
@@ -217,6 +226,7 @@ impl<D: Device> World<D> {
             plan: None,
             in_step: false,
             with_logits: BTreeSet::new(),
+            ended: BTreeSet::new(),
             generated: 0,
             priorities: BTreeMap::new(),
             extended: BTreeMap::new(),
@@ -230,7 +240,8 @@ impl<D: Device> World<D> {
         self.scheduler.assert_consistent();
         assert_states_sum(self.scheduler.cache());
         for (&id, chat) in &self.chats {
-            assert_eq!(self.scheduler.tokens(id), Some(&chat.tokens[..]), "tokens of {id:?}");
+            let left = &chat.tokens[..chat.cut.unwrap_or(chat.tokens.len())];
+            assert_eq!(self.scheduler.tokens(id), Some(left), "tokens of {id:?}");
         }
         let stats = self.scheduler.stats();
         assert_eq!((stats.running + stats.waiting + stats.kept) as usize, self.chats.len(), "sequences");
@@ -386,18 +397,18 @@ impl<D: Device> World<D> {
 
     pub(crate) fn truncate(&mut self, index: usize, len: usize) {
         let Some(id) = self.pick(index) else { return };
-        let old = self.chats[&id].tokens.len();
+        let old = self.chats[&id].cut.unwrap_or(self.chats[&id].tokens.len());
         let len = len % (old + 2);
         let before = self.snapshot();
         match self.scheduler.truncate(id, len) {
             Ok(()) => {
                 self.reached.cuts += 1;
-                let now = self.scheduler.tokens(id).unwrap().len();
+                assert_eq!(self.scheduler.tokens(id).map(<[u32]>::len), Some(len), "{id:?} is cut at once");
+                let is_planned = self.in_step && self.scheduler.planned_sequences().any(|other| other == id);
                 let chat = self.chats.get_mut(&id).unwrap();
-                if self.with_logits.contains(&id) || now != len {
-                    assert!(self.in_step && now == old, "only a sequence of the step is cut later");
+                if is_planned {
                     self.reached.late_cuts += 1;
-                    chat.cut = Some(chat.cut.map_or(len, |earlier| earlier.min(len)));
+                    chat.cut = Some(len);
                 } else {
                     chat.tokens.truncate(len);
                 }
@@ -435,11 +446,11 @@ impl<D: Device> World<D> {
         let Some(request) = self.pick(index).map(SequenceId::request) else { return };
         let ids: Vec<SequenceId> = self.chats.keys().copied().filter(|id| id.request() == request).collect();
         let fresh = ids.iter().any(|id| !self.chats[id].aborting);
-        assert_eq!(self.scheduler.abort(request), fresh);
+        assert_eq!(self.scheduler.abort(request).unwrap(), fresh);
         for id in ids {
             self.aborted(id);
         }
-        assert!(!self.scheduler.abort(request), "aborting twice ends nothing");
+        assert!(!self.scheduler.abort(request).unwrap(), "aborting twice ends nothing");
     }
 
     pub(crate) fn abort_sample(&mut self, index: usize, sample: u32) {
@@ -447,17 +458,21 @@ impl<D: Device> World<D> {
         let chat = self.chats.get_mut(&id).unwrap();
         if chat.samples.is_empty() {
             let fresh = !chat.aborting;
-            assert_eq!(self.scheduler.abort_sequence(id), fresh);
+            assert_eq!(self.scheduler.abort_sequence(id).unwrap(), fresh);
             self.aborted(id);
             return;
         }
         let sample = chat.samples[sample as usize % chat.samples.len()];
         let fresh = !chat.dead.contains(&sample) && !chat.aborting;
-        assert_eq!(self.scheduler.abort_sequence(id.request().sample(sample)), fresh);
-        assert!(!self.scheduler.abort_sequence(id.request().sample(sample)), "aborting twice ends nothing");
+        assert_eq!(self.scheduler.abort_sequence(id.request().sample(sample)).unwrap(), fresh);
+        assert!(
+            !self.scheduler.abort_sequence(id.request().sample(sample)).unwrap(),
+            "aborting twice ends nothing"
+        );
         if !fresh {
             return;
         }
+        let request = id.request();
         // Whether a sequence without logits is in the step cannot be seen from here; `commit` accepts both.
         if self.in_step {
             chat.dead.push(sample);
@@ -467,8 +482,15 @@ impl<D: Device> World<D> {
         let alive = chat.samples.iter().find(|sample| !chat.dead.contains(sample));
         let name = id.request().sample(alive.copied().unwrap_or(id.sample()));
         if self.scheduler.tokens(name).is_none() {
+            let ended = if self.in_step { self.chats[&id].dead.clone() } else { vec![sample] };
+            self.ended.extend(ended.into_iter().map(|sample| request.sample(sample)));
             self.chats.remove(&id);
-        } else if name != id {
+            return;
+        }
+        if !self.in_step {
+            self.ended.insert(request.sample(sample));
+        }
+        if name != id {
             // The others go by the first one that lives.
             assert_eq!(self.scheduler.tokens(id), None);
             let chat = self.chats.remove(&id).unwrap();
@@ -481,11 +503,23 @@ impl<D: Device> World<D> {
 
     fn aborted(&mut self, id: SequenceId) {
         if self.scheduler.tokens(id).is_none() {
-            self.chats.remove(&id);
+            let chat = self.chats.remove(&id).unwrap();
+            if !chat.kept {
+                self.ended.extend(samples_of(id, &chat));
+            }
         } else {
             assert!(self.in_step, "only a sequence of the step is aborted later");
             self.chats.get_mut(&id).unwrap().aborting = true;
         }
+    }
+
+    /// A step that was dropped ends what was to end with it; the next commit tells.
+    fn drop_ended(&mut self) {
+        for (&id, chat) in &self.chats {
+            let ends = |sample: &SequenceId| chat.aborting || chat.dead.contains(&sample.sample());
+            self.ended.extend(samples_of(id, chat).filter(ends));
+        }
+        self.settle();
     }
 
     /// What waited for the step takes effect.
@@ -515,7 +549,7 @@ impl<D: Device> World<D> {
             planned = self.scheduler.schedule();
             self.schedule_calls += 1;
         }
-        self.settle();
+        self.drop_ended();
         if let Some(stale) = stale {
             let results = vec![RowResult::Token(0); stale.plan.logit_rows().len()];
             let step = stale.plan.step();
@@ -584,7 +618,7 @@ impl<D: Device> World<D> {
             self.scheduler.complete_transfers(&reports);
         }
         self.scheduler.forget_device();
-        self.settle();
+        self.drop_ended();
         self.check();
         if after {
             self.scheduler.complete_transfers(&reports);
@@ -670,7 +704,7 @@ impl<D: Device> World<D> {
                 told.end = Some(FinishReason::Aborted);
             } else if result == RowResult::Invalid {
                 told.end = Some(FinishReason::Invalid);
-            } else {
+            } else if chat.cut.is_none() || row.sequence != id {
                 for token in right.into_iter().chain([next]) {
                     told.tokens.push(token);
                     told.end = chat.push(token);
@@ -691,7 +725,9 @@ impl<D: Device> World<D> {
             if !gone && (told.end.is_none() || chat.keep) {
                 parted.insert(row.sequence, chat);
             }
-            expected.insert(row.sequence, told);
+            if told != Told::default() {
+                expected.insert(row.sequence, told);
+            }
         }
         for id in std::mem::take(&mut self.with_logits) {
             self.chats.remove(&id);
@@ -754,6 +790,10 @@ impl<D: Device> World<D> {
                 "I9: {admitted:?} admitted by a step that preempted {preempted:?}: {events:?}"
             );
         }
+        for id in std::mem::take(&mut self.ended) {
+            let ended = Told { tokens: Vec::new(), end: Some(FinishReason::Aborted) };
+            assert_eq!(told.remove(&id), Some(ended), "{id:?} was aborted before the step");
+        }
         for (id, expected) in &expected {
             assert_eq!(told.remove(id).as_ref(), Some(expected), "{id:?}");
         }
@@ -812,7 +852,7 @@ impl<D: Device> World<D> {
             self.check();
         }
         for id in self.chats.keys().copied().collect::<Vec<_>>() {
-            assert!(self.scheduler.abort_sequence(id));
+            assert!(self.scheduler.abort_sequence(id).unwrap());
         }
         self.scheduler.assert_consistent();
         let stats = self.scheduler.stats();
@@ -838,7 +878,7 @@ impl<D: Device> World<D> {
         }
         let (blocks, held) = (tokens.div_ceil(self.cache.block_size()), self.scheduler.stats().cache);
         assert_eq!(held.held_blocks, blocks, "I1: one sequence cannot have the pool: {held:?}");
-        assert!(self.scheduler.abort(id));
+        assert!(self.scheduler.abort(id).unwrap());
     }
 
     /// Between planning and commit the scheduler must be sound, too.

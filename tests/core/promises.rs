@@ -95,7 +95,7 @@ fn an_extension_that_cannot_be_promised_leaves_the_sequence_kept_and_computed() 
         assert_eq!(scheduler.computed_tokens(chat), Some(8));
         assert_eq!(scheduler.stats().kept, 1);
     }
-    scheduler.abort(other);
+    scheduler.abort(other).unwrap();
     scheduler.extend(chat, Request::new([9]).max_new_tokens(7)).unwrap();
     assert_eq!(run(&mut scheduler)[&chat.sample(0)].1, FinishReason::MaxTokens);
 }
@@ -158,8 +158,9 @@ fn samples_that_wait_are_not_cut_until_they_can_never_fit() {
     let group = scheduler.add(Request::new(vec![1; 12]).max_new_tokens(8).samples(4)).unwrap();
     let error = scheduler.truncate(group, 8).unwrap_err();
     assert_eq!(error, RequestError::NeverFits { needed_blocks: 14, num_blocks: 11 });
-    scheduler.abort(first);
-    everything_finishes(scheduler, 4);
+    scheduler.abort(first).unwrap();
+    // The four samples, and the one that was aborted.
+    everything_finishes(scheduler, 5);
 }
 
 #[test]
@@ -184,7 +185,7 @@ fn a_reclaimed_chat_that_is_extended_goes_before_a_first_in_line_that_waits_for_
     let all = scheduler.add(Request::new(vec![2; 31]).max_new_tokens(1)).unwrap();
     step(&mut scheduler);
     assert_eq!(scheduler.computed_tokens(chat), Some(0), "reclaimed");
-    scheduler.abort(all);
+    scheduler.abort(all).unwrap();
     scheduler.add(Request::new(vec![3; 31]).max_new_tokens(1)).unwrap();
     scheduler.extend(chat, Request::new([9]).max_new_tokens(3)).unwrap();
     everything_finishes_but_kept(scheduler, 2);
@@ -224,8 +225,8 @@ fn an_aborted_sample_hands_its_table_on() {
         step(&mut scheduler);
         step(&mut scheduler);
         let plan = planned.then(|| scheduler.schedule());
-        assert!(scheduler.abort_sequence(group.sample(0)));
-        assert!(!scheduler.abort_sequence(group.sample(0)));
+        assert!(scheduler.abort_sequence(group.sample(0)).unwrap());
+        assert!(!scheduler.abort_sequence(group.sample(0)).unwrap());
         assert_eq!(scheduler.tokens(group.sample(0)), None);
         assert_eq!(scheduler.tokens(group.sample(1)).map(<[u32]>::len), Some(12));
         drop(plan);

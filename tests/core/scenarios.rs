@@ -217,7 +217,7 @@ fn a_sequence_aborted_in_a_step_ends_with_it_and_the_others_go_on() {
         [1, 2].map(|token| scheduler.add(Request::new(vec![token; 6]).max_new_tokens(4)).unwrap());
     step(&mut scheduler);
     let Schedule::Step(plan) = scheduler.schedule() else { panic!("a step") };
-    assert!(scheduler.abort(first));
+    assert!(scheduler.abort(first).unwrap());
     assert!(scheduler.tokens(first).is_some(), "until the step ends");
     assert_eq!(scheduler.stats().cache.held_blocks, 4);
     let events = scheduler.commit(plan, &[RowResult::Token(5), RowResult::Token(6)]).unwrap();

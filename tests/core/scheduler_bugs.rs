@@ -84,8 +84,8 @@ fn b39_aborting_a_group_returns_everything_in_every_state() {
     // Waiting, after chunks 1 and 2 of 3, after the first token, and later.
     for steps in 0..=5 {
         let (mut scheduler, group) = group(steps);
-        assert!(scheduler.abort(group));
-        assert!(!scheduler.abort(group), "a second abort ends nothing");
+        assert!(scheduler.abort(group).unwrap());
+        assert!(!scheduler.abort(group).unwrap(), "a second abort ends nothing");
         all_returned(&mut scheduler);
     }
 }
@@ -95,18 +95,18 @@ fn b39_aborting_a_group_in_a_step_ends_it_at_commit() {
     for steps in 0..=5 {
         let (mut scheduler, group) = group(steps);
         let Schedule::Step(plan) = scheduler.schedule() else { panic!("a step") };
-        assert!(scheduler.abort(group));
-        assert!(!scheduler.abort(group), "a second abort ends nothing");
+        let alive = if steps <= 2 { 3 } else { scheduler.stats().running as usize };
+        assert!(scheduler.abort(group).unwrap());
+        assert!(!scheduler.abort(group).unwrap(), "a second abort ends nothing");
         scheduler.assert_consistent();
         let results = vec![RowResult::Token(1); plan.logit_rows().len()];
         let mut events = scheduler.commit(plan, &results).unwrap().to_vec();
         events.retain(|event| !matches!(event, StepEvent::Admitted { .. }));
-        // A step of two rows holds two of the three samples; the third ends at once.
         let ended = events
             .iter()
             .filter(|event| matches!(event, StepEvent::Finished { reason: FinishReason::Aborted, .. }))
             .count();
-        assert_eq!((events.len(), ended), if steps <= 2 { (3, 3) } else { (2, 2) });
+        assert_eq!((events.len(), ended), (alive, alive));
         all_returned(&mut scheduler);
     }
 }
@@ -116,7 +116,7 @@ fn b39_aborting_a_group_whose_plan_is_dropped_returns_everything() {
     for steps in 0..=5 {
         let (mut scheduler, group) = group(steps);
         let Schedule::Step(plan) = scheduler.schedule() else { panic!("a step") };
-        assert!(scheduler.abort(group));
+        assert!(scheduler.abort(group).unwrap());
         drop(plan);
         assert!(matches!(scheduler.schedule(), Schedule::Idle));
         all_returned(&mut scheduler);
@@ -126,9 +126,10 @@ fn b39_aborting_a_group_whose_plan_is_dropped_returns_everything() {
 #[test]
 fn b39_an_unknown_request_is_no_error_to_abort() {
     let (mut scheduler, group) = group(0);
-    assert!(!scheduler.abort(RequestId::from_raw(99)));
-    assert!(!scheduler.abort_sequence(group.sample(3)));
-    assert!(!scheduler.abort_sequence(RequestId::from_raw(99).sample(0)));
+    let foreign = RequestError::Foreign { request: 99, owner: 0, scheduler: scheduler.cache().instance() };
+    assert_eq!(scheduler.abort(RequestId::from_raw(99)), Err(foreign));
+    assert!(!scheduler.abort_sequence(group.sample(3)).unwrap());
+    assert_eq!(scheduler.abort_sequence(RequestId::from_raw(99).sample(0)), Err(foreign));
     assert_eq!(run(&mut scheduler).len(), 3);
 }
 
@@ -167,7 +168,7 @@ fn b45_a_turn_without_new_tokens_computes_one_token_again() {
         let copied = u32::from(!(len as u32).is_multiple_of(block_size) || block_size > 1);
         assert!(plan.block_copies().len() as u32 <= copied);
         scheduler.commit(plan, &[RowResult::Token(1); 2]).unwrap();
-        scheduler.abort(branch);
+        scheduler.abort(branch).unwrap();
         scheduler.assert_consistent();
     }
 }

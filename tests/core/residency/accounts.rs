@@ -51,7 +51,7 @@ fn what_is_lost_is_free_in_the_host_pool() {
 fn what_is_aborted_on_its_way_stays_in_transfer_until_it_has_arrived() {
     let (mut served, requests, _) = two_that_outgrow(swapping(), 8);
     served.late = true;
-    served.scheduler.abort(requests[1]);
+    served.scheduler.abort(requests[1]).unwrap();
     assert_eq!(host(&served), (5, 0, 3));
     served.report(0);
     assert_eq!(host(&served), (8, 0, 0));
@@ -80,7 +80,7 @@ fn the_pools_counts_follow_its_blocks_from_free_to_cached() {
     assert_eq!(plan.block_copies().len(), 1);
     assert_eq!(counts(&served), ((12, 0, 4, 0), 2, 4 + 2));
     served.commit(plan);
-    served.scheduler.abort(branch);
+    served.scheduler.abort(branch).unwrap();
     served.finish();
     // 15 tokens of the first one were computed: three full blocks stay to be found.
     assert_eq!(counts(&served), ((13, 3, 0, 0), 0, 0));

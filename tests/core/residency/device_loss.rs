@@ -54,7 +54,7 @@ fn a_plan_under_way_is_dropped_and_what_was_asked_meanwhile_takes_effect() {
         if ran {
             served.device.run(&plan);
         }
-        assert!(served.scheduler.abort(ends));
+        assert!(served.scheduler.abort(ends).unwrap());
         served.scheduler.truncate(cut, 9).unwrap();
         let branch = served.scheduler.fork(stays, 10, paged_kv::Request::new([5]).max_new_tokens(3)).unwrap();
         served.lose_device();

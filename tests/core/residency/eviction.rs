@@ -300,7 +300,7 @@ fn b47_hits_are_not_spare_capacity_and_a_refusal_changes_nothing() {
         assert_eq!((after.cache.free_blocks, after.cache.cached_blocks), (free, cached));
         assert_eq!((after.cache.evictions, after.cache.shared_blocks), (before.cache.evictions, 0));
         drop(plan);
-        served.scheduler.abort(large);
+        served.scheduler.abort(large).unwrap();
         // The order is as before, too: what is older goes first.
         served.squeeze(3);
         assert_eq!((known(&served, &old), known(&served, &request(1))), (0, 8));

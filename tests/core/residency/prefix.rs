@@ -59,7 +59,7 @@ fn what_an_aborted_sequence_had_not_confirmed_is_never_found() {
             let id = served.add(&tokens, |request| request.max_new_tokens(9));
             (0..steps).for_each(|_| drop(served.step()));
             let plan = outstanding.then(|| served.plan());
-            served.scheduler.abort(id);
+            served.scheduler.abort(id).unwrap();
             if let Some(plan) = plan {
                 served.commit(plan);
             }
@@ -237,7 +237,7 @@ fn whoever_waits_for_an_equal_prompt_goes_on_when_that_one_is_aborted_or_useless
         let plan = served.plan();
         assert_eq!(plan.num_sequences(), 1);
         if abort {
-            served.scheduler.abort(first);
+            served.scheduler.abort(first).unwrap();
         }
         served.commit_with(plan, |_, _| RowResult::Invalid);
         assert_eq!(served.step().admitted()[0], (second.sample(0), found(0, 12, MissReason::Unseen)));

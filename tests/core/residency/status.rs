@@ -40,7 +40,7 @@ fn samples_are_seen_one_by_one_once_they_have_parted() {
     let id = served.add(&prompt(1, 6), |request| request.samples(3).max_new_tokens(2));
     let seen = |served: &Served| [0, 1, 2].map(|sample| served.scheduler.status(id.sample(sample)).is_some());
     assert_eq!(seen(&served), [true, false, false], "in line");
-    assert!(served.scheduler.abort_sequence(id.sample(0)));
+    assert!(served.scheduler.abort_sequence(id.sample(0)).unwrap());
     assert_eq!(seen(&served), [false, true, false], "the first one that lives");
     let plan = served.plan();
     assert_eq!(seen(&served), [false, true, false], "planned");
@@ -61,8 +61,8 @@ fn a_kept_sequence_holds_its_blocks_and_a_branch_shares_them_until_both_end() {
     for block in &shared {
         assert_eq!(served.scheduler.cache().block_state(*block), Some(BlockState::Held { tables: 2 }));
     }
-    assert!(served.scheduler.abort(branch));
-    assert!(served.scheduler.abort(first));
+    assert!(served.scheduler.abort(branch).unwrap());
+    assert!(served.scheduler.abort(first).unwrap());
     served.check();
     for block in shared {
         let cached = Some(BlockState::Cached { retention: Retention::default() });

@@ -2,7 +2,7 @@
 
 use super::swap::{both_finish, displaced_group, two_that_outgrow};
 use super::{Served, pool, prompt, swapping};
-use paged_kv::{Preemption, PreemptionReason, Priority, Schedule, WaitReason};
+use paged_kv::{Preemption, PreemptionReason, Priority, Request, RequestId, Schedule, WaitReason};
 
 #[test]
 fn a_late_transfer_is_waited_for_and_nothing_is_read_before_it_has_arrived() {
@@ -116,12 +116,12 @@ fn reports_of_unknown_dropped_and_ended_steps_change_nothing() {
 fn b39_a_group_aborted_while_it_is_swapped_out_leaves_nothing_in_either_pool() {
     // In the step that moves it out; when that is committed; when its blocks have arrived; on its way back; when back.
     for moment in 0..5 {
-        let (mut served, group, chat, _) = displaced_group();
+        let (mut served, mut group, mut chat, _) = displaced_group();
         served.late = true;
         let mut plan = None;
         match moment {
             0 => {
-                (served, plan) = displacing_plan();
+                (served, [group, chat], plan) = displacing_plan();
                 plan = Some(plan.unwrap());
             }
             1 => {}
@@ -137,13 +137,13 @@ fn b39_a_group_aborted_while_it_is_swapped_out_leaves_nothing_in_either_pool() {
                 }
             }
         }
-        assert!(served.scheduler.abort(group));
-        assert!(!served.scheduler.abort(group), "a second abort ends nothing");
+        assert!(served.scheduler.abort(group).unwrap());
+        assert!(!served.scheduler.abort(group).unwrap(), "a second abort ends nothing");
         served.check();
         if let Some(plan) = plan {
             served.commit(plan);
         }
-        served.scheduler.abort(chat);
+        served.scheduler.abort(chat).unwrap();
         while served.device.num_transfers() > 0 {
             served.report(0);
         }
@@ -156,13 +156,15 @@ fn b39_a_group_aborted_while_it_is_swapped_out_leaves_nothing_in_either_pool() {
 }
 
 /// The step that displaces the group, not committed yet.
-fn displacing_plan() -> (Served, Option<paged_kv::StepPlan>) {
+fn displacing_plan() -> (Served, [RequestId; 2], Option<paged_kv::StepPlan>) {
     let mut served = Served::new(swapping(), pool(8, 8));
-    served.add(&prompt(1, 6), |request| request.max_new_tokens(6).samples(3).priority(Priority::Idle));
+    let idle = |request: Request| request.max_new_tokens(6).samples(3).priority(Priority::Idle);
+    let group = served.add(&prompt(1, 6), idle);
     (0..2).for_each(|_| drop(served.step()));
-    served.add(&prompt(2, 28), |request| request.max_new_tokens(1).priority(Priority::Interactive));
+    let interactive = |request: Request| request.max_new_tokens(1).priority(Priority::Interactive);
+    let chat = served.add(&prompt(2, 28), interactive);
     let plan = served.plan();
-    (served, Some(plan))
+    (served, [group, chat], Some(plan))
 }
 
 #[test]

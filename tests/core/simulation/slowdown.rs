@@ -1,7 +1,8 @@
 //! Nothing starves: a request ends within a bound that follows from what was there before it.
 //!
 //! In the worst case every step computes one row. Before a request ends, everything that came before it may be computed,
-//! and computed again as often as it may be preempted, and so may itself and whatever arrives while it ages. A transfer
+//! and computed again as often as it may be preempted, and so may itself and whatever arrives while it ages, and as many
+//! later requests as may pass it and those before it. A transfer
 //! that fails, a step that is dropped and a cut cost at most all rows of everybody once more.
 
 use paged_kv::{SchedulerConfig, SequenceId};
@@ -11,6 +12,8 @@ use std::collections::BTreeMap;
 struct Allowance {
     steps: u64,
     used: u64,
+    /// Requests that may still come later and go first: each one before it in line is passed a number of times.
+    passes: u64,
 }
 
 /// Steps that each request has had, and may have.
@@ -19,6 +22,7 @@ pub(crate) struct Slowdown {
     requests: BTreeMap<SequenceId, Allowance>,
     times: u64,
     ageing: u64,
+    max_passed: u64,
     /// Most of its allowance that a request has used, in percent.
     pub(crate) worst: u64,
 }
@@ -29,6 +33,7 @@ impl Slowdown {
             requests: BTreeMap::new(),
             times: u64::from(config.max_preemptions) + 2,
             ageing: 2 * u64::from(config.ageing_steps),
+            max_passed: u64::from(config.max_passed),
             worst: 0,
         }
     }
@@ -47,10 +52,16 @@ impl Slowdown {
             if self.requests.contains_key(&id) {
                 continue;
             }
-            for request in self.requests.values_mut().filter(|request| request.used <= self.ageing) {
-                request.steps += self.times * rows;
+            for request in self.requests.values_mut() {
+                if request.used <= self.ageing || request.passes > 0 {
+                    request.steps += self.times * rows;
+                }
+                if request.used > self.ageing {
+                    request.passes = request.passes.saturating_sub(1);
+                }
             }
-            self.requests.insert(id, Allowance { steps: self.times * all + self.ageing, used: 0 });
+            let passes = self.max_passed * (self.requests.len() as u64 + 1);
+            self.requests.insert(id, Allowance { steps: self.times * all + self.ageing, used: 0, passes });
         }
     }
 

@@ -39,6 +39,7 @@ fn scheduler(random: &mut Random, cache: &CacheConfig) -> SchedulerConfig {
             false => Admission::Overcommitted { watermark_blocks },
         },
         max_drafts: random.pick(&[0, 0, 1, 4]),
+        max_passed: random.pick(&[0, 2, 8]),
         max_preemptions: random.below(0..4),
         prefix_cache,
         preemption: random.pick(&[PreemptionMode::Recompute, PreemptionMode::Swap, PreemptionMode::Auto]),
