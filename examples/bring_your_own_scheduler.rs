@@ -10,7 +10,7 @@
 
 use std::error::Error;
 
-use llama::{
+use example_engine::{
     attention::shape_of,
     engine::Engine,
     gguf::GgufFile,

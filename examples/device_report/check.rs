@@ -5,8 +5,8 @@
 
 use std::time::{Duration, Instant};
 
-use bench_support::{Failure, faults::GpuFailure, gpu::Gpu};
 use indicatif::{ProgressBar, ProgressStyle};
+use measure::{Failure, faults::GpuFailure, gpu::Gpu};
 use paged_kv::{BindError, DeviceError, PrepareError};
 use serde::Serialize;
 

@@ -21,9 +21,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use bench_support::faults::is_caught;
-use bench_support::gpu::Gpu;
 use clap::Parser;
+use measure::faults::is_caught;
+use measure::gpu::Gpu;
 
 use adapters::AdapterFacts;
 use report::{Report, Versions};

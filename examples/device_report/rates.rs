@@ -1,7 +1,7 @@
 //! Measured rates: reading and copying a buffer, and decoding from a paged cache, as `cargo bench --bench attention`
 //! measures them.
 
-use bench_support::{
+use measure::{
     Failure,
     cache::{BenchCache, Case, Sequence, placement_ratio},
     gpu::Gpu,

@@ -4,7 +4,7 @@
 //! of a prompt are computed beside them. Blocks of the sequences lie between one another's, and whatever is in no token's
 //! slot is NaN.
 
-use bench_support::{Failure, gpu::Gpu};
+use measure::{Failure, gpu::Gpu};
 use paged_kv::reference::{CpuCache, DenseInputs, Rows, append, block_copy, compare, dense_attention};
 use paged_kv::{
     AttentionOptions, CacheConfig, KvCache, LayerTensors, ModelShape, PagedAttention, StepBuilder, StepPlan,

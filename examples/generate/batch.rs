@@ -5,7 +5,7 @@ use std::{
     io::{self, Write},
 };
 
-use llama::{
+use example_engine::{
     attention::shape_of,
     config::Config,
     engine::{Engine, Event, Prompt, SessionOptions, check_host_pool},

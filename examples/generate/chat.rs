@@ -5,7 +5,7 @@ use std::{
     io::{self, BufRead, IsTerminal, Write},
 };
 
-use llama::{
+use example_engine::{
     chat::ChatFormat,
     config::Config,
     engine::{Engine, Outcome, Prompt, Session, SessionOptions},

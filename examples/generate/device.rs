@@ -1,6 +1,6 @@
 //! Choosing and announcing the device.
 
-use llama::{
+use example_engine::{
     error::RunError,
     gpu::{Adapters, Gpu},
 };

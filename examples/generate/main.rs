@@ -5,7 +5,7 @@
 //! cargo run --release --example generate -- --model FILE.gguf --prompt "Once upon a time" --samples 4 --temperature 0.8
 //! ```
 //!
-//! The first command speaks with the toy model that is built in. The model's own part is the `llama` library beside
+//! The first command speaks with the toy model that is built in. The model's own part is the package `engine` beside
 //! this program; what is here is the command line, the choice of a device, and showing what comes out.
 
 mod batch;
@@ -17,7 +17,7 @@ mod output;
 use std::{fmt, io, process::ExitCode};
 
 use clap::Parser;
-use llama::{
+use example_engine::{
     config::Config,
     engine::Engine,
     error::{LoadError, RunError},

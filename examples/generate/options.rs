@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Parser, ValueEnum};
-use llama::options::Preempt;
+use example_engine::options::Preempt;
 use paged_kv::{KvType, VictimPolicy};
 
 /// Generates text with a Llama-architecture model whose keys and values live in a paged pool on the GPU.

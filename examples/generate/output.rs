@@ -5,7 +5,7 @@ use std::{
     io::{self, Write},
 };
 
-use llama::{
+use example_engine::{
     engine::{Event, Outcome, SessionStats},
     sample::TopLogits,
     tokenizer::{TextStream, Tokenizer},

@@ -9,7 +9,7 @@ mod draw;
 use std::time::{Duration, Instant};
 
 use eframe::egui::{self, Ui};
-use llama::{config::Config, frames::FramePool, gpu::Gpu};
+use example_engine::{config::Config, frames::FramePool, gpu::Gpu};
 
 use crate::{
     chats_view::Wish,

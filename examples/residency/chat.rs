@@ -1,6 +1,6 @@
 //! One chat: its words, and where its sequence stands.
 
-use llama::tokenizer::TextStream;
+use example_engine::tokenizer::TextStream;
 use paged_kv::{FinishReason, Preemption, RequestId, SequenceId, TokenId};
 
 /// Whose words they are.

@@ -10,7 +10,7 @@ use std::{
 };
 
 use eframe::egui;
-use llama::{
+use example_engine::{
     chat::ChatFormat,
     config::Config,
     frames::FramePool,

@@ -7,7 +7,7 @@
 //!
 //! egui draws on wgpu, and the library decodes on the same device: each frame has one encoder and one submission, for
 //! both, and nothing waits. [`station`] is where that happens, [`service`] is what a program does with a scheduler, and
-//! [`snapshot`] asks the library what every block is. The model is the `llama` library beside this program.
+//! [`snapshot`] asks the library what every block is. The model is the package `engine` beside this program.
 
 mod app;
 mod chart;
@@ -40,7 +40,7 @@ use eframe::{
     egui::ViewportBuilder,
     egui_wgpu::{WgpuConfiguration, WgpuSetup, WgpuSetupCreateNew},
 };
-use llama::{
+use example_engine::{
     gguf::GgufFile,
     gpu::{Gpu, choose},
 };

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Parser, ValueEnum};
-use llama::options::Preempt;
+use example_engine::options::Preempt;
 
 /// Shows a paged key-value pool at work: chats that stream their answers, and every block that holds them.
 ///

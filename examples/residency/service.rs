@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use llama::{
+use example_engine::{
     chat::ChatFormat,
     config::Config,
     error::LoadError,

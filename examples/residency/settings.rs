@@ -1,6 +1,6 @@
 //! What the controls choose: the pool and the policy for the moment when it is full.
 
-use llama::{attention::shape_of, config::Config};
+use example_engine::{attention::shape_of, config::Config};
 use paged_kv::{
     Admission, CacheConfig, ConfigError, KvType, PreemptionMode, PrefixCacheConfig, SchedulerConfig,
     VictimPolicy,

@@ -10,7 +10,7 @@ use eframe::{
     egui,
     egui_wgpu::{self, CallbackResources, CallbackTrait, ScreenDescriptor},
 };
-use llama::frames::{FramePool, Progress};
+use example_engine::frames::{FramePool, Progress};
 use paged_kv::StepPlan;
 
 use crate::service::in_words;

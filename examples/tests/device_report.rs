@@ -1,7 +1,7 @@
 //! The `device_report` example, on every software adapter: its JSON against what wgpu and arithmetic say.
 
 use super::{Ended, program, run};
-use bench_support::{
+use measure::{
     cache::{Case, Sequence},
     gpu::Gpu,
 };

@@ -11,10 +11,10 @@
 //! - `PAGED_KV_REQUIRE_ADAPTERS`: adapters without which the tests fail (`lavapipe,swiftshader,gl:llvmpipe`).
 #![allow(clippy::unwrap_used)]
 
-use llama::engine::{Engine, Event, Outcome, Prompt, SessionOptions, SessionStats};
-use llama::gguf::GgufFile;
-use llama::gpu::{Adapters, Gpu};
-use llama::sample::Sampler;
+use example_engine::engine::{Engine, Event, Outcome, Prompt, SessionOptions, SessionStats};
+use example_engine::gguf::GgufFile;
+use example_engine::gpu::{Adapters, Gpu};
+use example_engine::sample::Sampler;
 use paged_kv::{
     Admission, CacheConfig, KvType, Preemption, PreemptionMode, PrefixCacheConfig, Rates, SchedulerConfig,
     TokenId, VictimPolicy,
@@ -320,7 +320,7 @@ impl Runner {
     }
 
     fn options(&self, setup: Setup, top_logits: usize) -> SessionOptions {
-        let shape = llama::attention::shape_of(self.engine.config());
+        let shape = example_engine::attention::shape_of(self.engine.config());
         let cache = CacheConfig::for_blocks(setup.num_blocks, &shape, setup.kv).unwrap();
         SessionOptions {
             cache: cache.with_block_size(setup.block_size).unwrap(),

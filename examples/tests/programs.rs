@@ -439,7 +439,7 @@ fn frames_are_drawn_while_tokens_are_decoded_on_swiftshader() {
 /// Runs `share_device` on one adapter to its end. That it never waits for the device is in its text: it polls, and no
 /// call in it blocks once the device is open.
 fn share_device(device: &str, backend: &str, adapter: &str) {
-    let there = llama::gpu::Adapters::find(Some(adapter)).labels();
+    let there = example_engine::gpu::Adapters::find(Some(adapter)).labels();
     if !there.iter().any(|label| label.ends_with(&format!("on {backend}"))) {
         let required = std::env::var("PAGED_KV_REQUIRE_ADAPTERS").unwrap_or_default();
         assert!(!required.contains(device), "the adapter {device} is missing, and required");

@@ -11,12 +11,12 @@
 //! `PAGED_KV_REQUIRE_ADAPTERS`: adapters without which the tests fail.
 #![allow(clippy::unwrap_used)]
 
-use llama::attention::shape_of;
-use llama::engine::{Engine, Event, Prompt, Session, SessionOptions, SessionStats};
-use llama::error::RunError;
-use llama::gguf::GgufFile;
-use llama::gpu::{Adapters, Gpu};
-use llama::sample::{Sampler, TopLogits};
+use example_engine::attention::shape_of;
+use example_engine::engine::{Engine, Event, Prompt, Session, SessionOptions, SessionStats};
+use example_engine::error::RunError;
+use example_engine::gguf::GgufFile;
+use example_engine::gpu::{Adapters, Gpu};
+use example_engine::sample::{Sampler, TopLogits};
 use paged_kv::{
     Admission, CacheConfig, KvType, PreemptionMode, PrepareError, Priority, SchedulerConfig, VictimPolicy,
 };

@@ -32,8 +32,7 @@ mod snapshot;
 
 use chat::Phase;
 use clap::Parser as _;
-use grid::{Grid, SMALLEST, Square};
-use llama::{
+use example_engine::{
     attention::shape_of,
     chat::ChatFormat,
     config::Config,
@@ -44,6 +43,7 @@ use llama::{
     sample::{Sampler, argmax},
     tokenizer::Tokenizer,
 };
+use grid::{Grid, SMALLEST, Square};
 use options::Options;
 use pace::{BUDGET_MS, LEAST_ROWS, MOST_ROWS, Pace};
 use paged_kv::{

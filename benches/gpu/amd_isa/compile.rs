@@ -1,6 +1,6 @@
-//! Compiles for one AMD family for `amd_isa`'s bench and test, which start it: see `bench_support::amd_isa`.
+//! Compiles for one AMD family for `amd_isa`'s bench and test, which start it: see `measure::amd_isa`.
 
-use bench_support::{Failure, amd_isa};
+use measure::{Failure, amd_isa};
 
 fn main() -> Result<(), Failure> {
     amd_isa::serve()

@@ -7,14 +7,14 @@
 //! Compiles every named variant for Vega, RDNA2 and RDNA3 by Mesa's RADV (Debian: `mesa-vulkan-drivers`), which needs no
 //! such card, and prints registers, spills, workgroup memory, waves and code size, the instructions per key and kv head
 //! beside those of a contiguous twin, and for some cards the time to issue them against the time to read a key's bytes.
-//! `bench_support::amd_isa` says how instructions are counted. `--write` keeps all that in `benches/amd_isa.json` and
+//! `measure::amd_isa` says how instructions are counted. `--write` keeps all that in `benches/amd_isa.json` and
 //! `benches/RESULTS.md`; the test `amd_isa` holds the kernels to it.
 
 use std::path::Path;
 
-use bench_support::Failure;
-use bench_support::amd_isa::{Depth, Figures, Variant, measure_all, radv_manifest, render, replace_tables};
 use clap::Parser;
+use measure::Failure;
+use measure::amd_isa::{Depth, Figures, Variant, measure_all, radv_manifest, render, replace_tables};
 
 #[derive(Parser)]
 #[command(about = "Compiles the kernels for AMD's hardware by Mesa's RADV and counts their instructions.")]

@@ -1,14 +1,14 @@
 //! Attention, against what it is compared with.
 
-use bench_support::Failure;
-use bench_support::cache::BenchCache;
-use bench_support::cases::Spec;
-use bench_support::gpu::Gpu;
-use bench_support::kernels::CacheKernel;
-use bench_support::pairs::interleaved;
-use bench_support::row::Row;
-use bench_support::stream::StreamRates;
-use bench_support::twins::{Placement, same_results};
+use measure::Failure;
+use measure::cache::BenchCache;
+use measure::cases::Spec;
+use measure::gpu::Gpu;
+use measure::kernels::CacheKernel;
+use measure::pairs::interleaved;
+use measure::row::Row;
+use measure::stream::StreamRates;
+use measure::twins::{Placement, same_results};
 use paged_kv::shaders::LayerPart::Attention;
 
 /// Most seconds that one run of a case may take, unless it was asked for by name.

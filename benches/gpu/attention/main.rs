@@ -27,13 +27,13 @@ mod report;
 
 use std::path::PathBuf;
 
-use bench_support::Failure;
-use bench_support::cases::{self, Spec, What};
-use bench_support::gpu::Gpu;
-use bench_support::row::Row;
-use bench_support::stream::{StreamRates, stream_rates};
-use bench_support::twins::WrongResults;
 use clap::Parser;
+use measure::Failure;
+use measure::cases::{self, Spec, What};
+use measure::gpu::Gpu;
+use measure::row::Row;
+use measure::stream::{StreamRates, stream_rates};
+use measure::twins::WrongResults;
 use report::Report;
 
 #[derive(Parser)]

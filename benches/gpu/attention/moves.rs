@@ -2,14 +2,14 @@
 
 use std::time::Instant;
 
-use bench_support::Failure;
-use bench_support::cache::BenchCache;
-use bench_support::cases::Spec;
-use bench_support::gpu::Gpu;
-use bench_support::pairs::{PAIRS, median, repeated};
-use bench_support::row::Row;
-use bench_support::stream::StreamRates;
-use bench_support::twins::Placement;
+use measure::Failure;
+use measure::cache::BenchCache;
+use measure::cases::Spec;
+use measure::gpu::Gpu;
+use measure::pairs::{PAIRS, median, repeated};
+use measure::row::Row;
+use measure::stream::StreamRates;
+use measure::twins::Placement;
 use paged_kv::shaders::LayerPart::Append;
 use paged_kv::{CacheConfig, KvCache, PagedAttention, StepBuilder};
 

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use bench_support::Failure;
-use bench_support::row::Row;
+use measure::Failure;
+use measure::row::Row;
 use plotters::prelude::*;
 
 const LINE: i32 = 20;

@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use bench_support::Failure;
-use bench_support::row::Row;
-use bench_support::stream::StreamRates;
+use measure::Failure;
+use measure::row::Row;
+use measure::stream::StreamRates;
 
 /// All rows of a run.
 pub(crate) struct Report {

@@ -1,12 +1,12 @@
 //! What a block size costs the device: reads through the table, attention, copies.
 
-use bench_support::Failure;
-use bench_support::cache::{BenchCache, Case, Sequence};
-use bench_support::gpu::Gpu;
-use bench_support::kernels::CacheKernel;
-use bench_support::pairs::{interleaved, repeated};
-use bench_support::stream::Stream;
-use bench_support::twins::{Placement, same_results};
+use measure::Failure;
+use measure::cache::{BenchCache, Case, Sequence};
+use measure::gpu::Gpu;
+use measure::kernels::CacheKernel;
+use measure::pairs::{interleaved, repeated};
+use measure::stream::Stream;
+use measure::twins::{Placement, same_results};
 use paged_kv::shaders::LayerPart::Attention;
 use paged_kv::{CacheConfig, KvCache, KvType, PagedAttention, StepBuilder};
 

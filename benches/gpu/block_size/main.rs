@@ -11,12 +11,12 @@
 mod device;
 mod workloads;
 
-use bench_support::Failure;
-use bench_support::cache::{BenchCache, placement_ratio};
-use bench_support::gpu::Gpu;
-use bench_support::stream::stream_rates;
-use bench_support::twins::Placement;
 use clap::Parser;
+use measure::Failure;
+use measure::cache::{BenchCache, placement_ratio};
+use measure::gpu::Gpu;
+use measure::stream::stream_rates;
+use measure::twins::Placement;
 use paged_kv::ModelShape;
 use workloads::Workload;
 

@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-use bench_support::Failure;
-use bench_support::pairs::median;
+use measure::Failure;
+use measure::pairs::median;
 use paged_kv::{CacheConfig, KvCache, KvType, ModelShape, StepBuilder, TableId};
 
 /// How sequences come to share blocks.

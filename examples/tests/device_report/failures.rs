@@ -1,7 +1,7 @@
 //! What `device_report` says of a device that fails, in a measurement or in a case of the self-check: its parts by
 //! themselves.
 
-use bench_support::{Failure, faults::GpuFailure, gpu::Gpu, stream::Stream, twins};
+use measure::{Failure, faults::GpuFailure, gpu::Gpu, stream::Stream, twins};
 use paged_kv::{BindError, DeviceError, PrepareError};
 use serde_json::Value;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -91,7 +91,7 @@ pub fn same_results(what: &str, expected: &[f32], actual: &[f32]) -> Result<(), 
 
 /// The fragments of [`Placement::Contiguous`]: the library's text without block tables and their staging.
 pub fn contiguous() -> Vec<(&'static str, String)> {
-    let mut core = include_str!("../../../shaders/common/attention_core.wgsl").to_owned();
+    let mut core = include_str!("../../shaders/common/attention_core.wgsl").to_owned();
     cut(&mut core, "fn stage_blocks(", "\n}\n");
     cut(&mut core, "    stage_blocks(lane,", ";\n");
     // Every look-up of a staged block start becomes the start of the extent.
@@ -104,14 +104,8 @@ pub fn contiguous() -> Vec<(&'static str, String)> {
     vec![
         (CORE, core),
         (LAYOUT, include_str!("shaders/contiguous_layout.wgsl").to_owned()),
-        (
-            "attention_decode.wgsl",
-            swap(include_str!("../../../shaders/attention_decode.wgsl"), entry, extent),
-        ),
-        (
-            "attention_prefill.wgsl",
-            swap(include_str!("../../../shaders/attention_prefill.wgsl"), entry, extent),
-        ),
+        ("attention_decode.wgsl", swap(include_str!("../../shaders/attention_decode.wgsl"), entry, extent)),
+        ("attention_prefill.wgsl", swap(include_str!("../../shaders/attention_prefill.wgsl"), entry, extent)),
     ]
 }
 
@@ -128,7 +122,7 @@ pub fn contiguous_without_value_rows() -> Vec<(&'static str, String)> {
 }
 
 fn two_arrays(num_blocks: u32) -> Vec<(&'static str, String)> {
-    let layout = include_str!("../../../shaders/common/layout.wgsl");
+    let layout = include_str!("../../shaders/common/layout.wgsl");
     let layout = swap(
         layout,
         "block * layer.block_stride + layer.layer_start",
@@ -141,7 +135,7 @@ fn two_arrays(num_blocks: u32) -> Vec<(&'static str, String)> {
 }
 
 fn per_token() -> Vec<(&'static str, String)> {
-    let layout = include_str!("../../../shaders/common/layout.wgsl");
+    let layout = include_str!("../../shaders/common/layout.wgsl");
     let head = "kv_head * ((K_ROW + V_ROW) << layer.block_shift)";
     let values = "layer.num_kv_heads * (K_ROW << layer.block_shift) + kv_head * (V_ROW << layer.block_shift)";
     let layout = swap(layout, values, &format!("K_ROW + {head}"));
@@ -153,17 +147,17 @@ fn per_token() -> Vec<(&'static str, String)> {
     };
     vec![
         (LAYOUT, layout),
-        (CORE, strides(include_str!("../../../shaders/common/attention_core.wgsl"), "slot_J")),
-        (APPEND, strides(include_str!("../../../shaders/append.wgsl"), ")")),
+        (CORE, strides(include_str!("../../shaders/common/attention_core.wgsl"), "slot_J")),
+        (APPEND, strides(include_str!("../../shaders/append.wgsl"), ")")),
     ]
 }
 
 /// The fragments of [`Placement::KeyColumns`].
 pub fn key_columns() -> Vec<(&'static str, String)> {
-    let core = include_str!("../../../shaders/common/attention_core.wgsl");
+    let core = include_str!("../../shaders/common/attention_core.wgsl");
     let core = swap(core, "slot_J * K_ROW", "slot_J");
     let core = swap(&core, "row_J + chunk", "row_J + (chunk << layer.block_shift)");
-    let append = include_str!("../../../shaders/append.wgsl");
+    let append = include_str!("../../shaders/append.wgsl");
     let append = swap(append, "slot_in_block(slot) * K_ROW", "slot_in_block(slot)");
     let append = swap(&append, "i % K_ROW", "((i % K_ROW) << layer.block_shift)");
     vec![(CORE, core), (APPEND, append)]
@@ -190,7 +184,7 @@ mod tests {
 
     #[test]
     fn every_rule_finds_its_lines_and_changes_them() {
-        let original = include_str!("../../../shaders/common/attention_core.wgsl");
+        let original = include_str!("../../shaders/common/attention_core.wgsl");
         for (name, fragments) in [
             ("contiguous", contiguous()),
             ("contiguous without value rows", contiguous_without_value_rows()),

@@ -1,5 +1,6 @@
-//! What the benches share: an adapter and its clock, caches full of keys and values, twins of the kernels that differ
-//! in one thing, and kernels of the benches' own.
+//! How kernels are measured: an adapter and its clock, caches full of keys and values, twins of the library's kernels
+//! that differ in one thing, other kernels to compare with, and what AMD's compiler makes of them all. The benches share
+//! it with the example `device_report`.
 //!
 //! Everything is timed on what it runs on: by timestamps around the compute pass where the adapter has them, else by
 //! the wall around submit and wait. Two things that are compared are run in turn, and the median of the pairs' ratios

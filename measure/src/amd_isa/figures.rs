@@ -115,5 +115,5 @@ impl Figures {
 }
 
 fn benches() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..")
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../benches")
 }

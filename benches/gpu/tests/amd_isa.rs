@@ -7,7 +7,7 @@
 use std::io::Write as _;
 use std::path::Path;
 
-use bench_support::amd_isa::{
+use measure::amd_isa::{
     CARDS, Compiler, Depth, Family, Figures, PerKey, Row, Variant, measure_all, radv_manifest, replace_tables,
 };
 

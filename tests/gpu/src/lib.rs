@@ -1,1 +1,0 @@
-//! Nothing but the test binary lives in this package; see `main.rs`.
