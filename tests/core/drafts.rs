@@ -99,6 +99,40 @@ fn drafts_and_the_token_after_them_stay_within_the_maximum() {
 }
 
 #[test]
+fn b73_accepted_drafts_end_at_the_maximum_or_the_stop_token_and_the_next_turn_goes_on_there() {
+    struct Case {
+        max_new_tokens: u32,
+        drafts: [u32; 4],
+        rows: u32,
+        told: &'static [u32],
+        /// Where the rows of the next turn's only token, and of what was not computed before it, are.
+        positions: &'static [u32],
+    }
+    let cases = [
+        // Two tokens are left: one draft and what follows it.
+        Case { max_new_tokens: 3, drafts: [2, 4, 5, 6], rows: 2, told: &[2, 77], positions: &[7, 8] },
+        // The stop token is 3: the second one, and the last one.
+        Case { max_new_tokens: 20, drafts: [2, 3, 4, 5], rows: 5, told: &[2, 3], positions: &[8] },
+        Case { max_new_tokens: 20, drafts: [2, 4, 5, 3], rows: 5, told: &[2, 4, 5, 3], positions: &[10] },
+    ];
+    for Case { max_new_tokens, drafts, rows, told, positions } in cases {
+        let request = Request::new(vec![9; 5]).max_new_tokens(max_new_tokens).stop_tokens(&[3]).keep(true);
+        let (mut scheduler, id) = decoding(request);
+        scheduler.propose(id, &drafts).unwrap();
+        let plan = planned(&mut scheduler);
+        assert_eq!(plan.num_rows(), rows);
+        let result = RowResult::Accepted { rows: rows - 1, next: 77 };
+        let events = scheduler.commit(plan, &[result]).unwrap();
+        assert_eq!(tokens(events), told);
+        assert!(matches!(events.last(), Some(StepEvent::Finished { .. })), "{events:?}");
+        assert_eq!(scheduler.stats().generated_tokens, 1 + told.len() as u64);
+        assert_eq!(scheduler.tokens(id).unwrap()[6..], *told);
+        scheduler.extend(id, Request::new([8]).max_new_tokens(1)).unwrap();
+        assert_eq!(planned(&mut scheduler).positions(), positions);
+    }
+}
+
+#[test]
 fn the_last_token_needs_no_draft() {
     let (mut scheduler, id) = decoding(Request::new(vec![9; 5]).max_new_tokens(2));
     scheduler.propose(id, &[2]).unwrap();

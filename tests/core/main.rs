@@ -10,6 +10,7 @@ mod config_numbers;
 mod drafts;
 #[cfg(feature = "faults")]
 mod faults;
+mod gate;
 mod histories;
 mod line;
 mod model;

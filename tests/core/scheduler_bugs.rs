@@ -2,9 +2,10 @@
 //! cases; each test is named after what holds here.
 
 use crate::scenarios::{cache, overcommitted, plain, run, step};
+use crate::simulation::random::Random;
 use paged_kv::{
-    ConfigError, Error, FinishReason, Request, RequestError, RequestId, RowResult, Schedule, Scheduler,
-    SchedulerConfig, StepEvent,
+    ConfigError, Error, FinishReason, Priority, Request, RequestError, RequestId, RowResult, Schedule,
+    Scheduler, SchedulerConfig, StepEvent, VictimPolicy,
 };
 
 fn with_step_tokens(step_tokens: u32) -> SchedulerConfig {
@@ -260,4 +261,72 @@ fn b51_preempting_for_one_block_takes_one_victim() {
     let stats = scheduler.stats();
     assert_eq!((stats.preemptions, stats.running, stats.waiting), (1, 3, 1));
     assert_eq!(stats.cache.free_blocks, 0);
+}
+
+/// Preemptions in 600 steps of a pool that is always too small.
+fn preemptions_of_unplanned_sequences(seed: u64) -> u64 {
+    let mut random = Random::new(seed);
+    let policies = [VictimPolicy::LowestPriority, VictimPolicy::LeastLost, VictimPolicy::Requester];
+    let config = SchedulerConfig {
+        step_tokens: random.below(8..32),
+        victims: random.pick(&policies),
+        ageing_steps: 20,
+        ..overcommitted(0)
+    };
+    let mut scheduler = Scheduler::new(config, cache(random.below(12..24), 4)).unwrap();
+    for _ in 0..600 {
+        while scheduler.stats().waiting < 3 {
+            let classes = [Priority::Interactive, Priority::Normal, Priority::Idle];
+            let prompt = vec![random.below(0..9); random.below(1..24) as usize];
+            let request = Request::new(prompt).max_new_tokens(random.below(1..24));
+            scheduler.add(request.priority(random.pick(&classes))).unwrap();
+        }
+        let Schedule::Step(plan) = scheduler.schedule() else { panic!("a step") };
+        scheduler.assert_consistent();
+        let planned: Vec<_> = scheduler.planned_sequences().collect();
+        let results = vec![RowResult::Token(1); plan.logit_rows().len()];
+        for event in scheduler.commit(plan, &results).unwrap() {
+            if let StepEvent::Preempted { sequence, .. } = event {
+                assert!(!planned.contains(sequence), "seed {seed}: {sequence} has rows and no blocks");
+            }
+        }
+    }
+    scheduler.stats().preemptions
+}
+
+#[test]
+fn b71_whoever_has_rows_in_a_step_is_not_preempted_in_it() {
+    let preemptions: u64 = (0..60).map(preemptions_of_unplanned_sequences).sum();
+    assert!(preemptions >= 1000, "{preemptions} preemptions in all");
+}
+
+/// A window is hidden with a step on its way, and the application goes on.
+#[test]
+fn b79_a_plan_may_stay_outstanding_while_2000_requests_come_go_and_branch() {
+    let mut scheduler = Scheduler::new(plain(), cache(64, 4)).unwrap();
+    let chat = scheduler.add(Request::new(vec![7; 10]).max_new_tokens(5)).unwrap();
+    step(&mut scheduler);
+    let Schedule::Step(plan) = scheduler.schedule() else { panic!("a step") };
+    let (mut aborted, mut left) = (0, Vec::new());
+    for number in 0..2000 {
+        let request = Request::new(vec![number; 6]).max_new_tokens(2);
+        // One branch lives on; the pool does not promise all of them their blocks at a time.
+        let id = match number % 4 {
+            0 => scheduler.fork(chat, 8, request).unwrap(),
+            _ => scheduler.add(request).unwrap(),
+        };
+        match number % 100 {
+            99 | 0 if number < 1000 => left.push(id),
+            _ => aborted += u32::from(scheduler.abort(id).unwrap()),
+        }
+    }
+    scheduler.assert_consistent();
+    assert_eq!((aborted, left.len()), (1980, 20));
+    let events = scheduler.commit(plan, &[RowResult::Token(1011)]).unwrap();
+    assert!(events.contains(&StepEvent::Token { sequence: chat.sample(0), token: 1011 }), "{events:?}");
+    let finished = run(&mut scheduler);
+    assert_eq!(finished.len(), 21);
+    assert_eq!(finished[&chat.sample(0)].0, [1012, 1013, 1014]);
+    assert!(left.iter().all(|id| finished[&id.sample(0)].0.len() == 2));
+    assert_eq!(scheduler.stats().cache.free_blocks, 64);
 }

@@ -17,7 +17,7 @@
 //! ```
 
 mod fake_model;
-mod random;
+pub(crate) mod random;
 mod slowdown;
 mod traffic;
 mod twin_device;
