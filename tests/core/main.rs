@@ -25,5 +25,6 @@ mod scenarios;
 mod scheduler_bugs;
 mod simulated_device;
 mod simulation;
+mod swap_histories;
 mod swapped_tables;
 mod tidy;
