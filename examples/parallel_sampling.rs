@@ -17,7 +17,7 @@ use example_engine::{
     sample::{SampleKey, Sampler},
     tokenizer::Tokenizer,
 };
-use paged_kv::{CacheConfig, KvType, Request, RowResult, Schedule, Scheduler, SchedulerConfig, StepEvent};
+use paged_kv::{CacheConfig, KvType, Request, RowResult, Scheduler, SchedulerConfig, StepEvent};
 
 const SAMPLES: u32 = 8;
 const NEW_TOKENS: u32 = 40;
@@ -42,7 +42,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     scheduler.add(Request::new(prompt).max_new_tokens(NEW_TOKENS).samples(SAMPLES))?;
     let mut answers = vec![Vec::new(); SAMPLES as usize];
     let mut rows = 0;
-    while let Schedule::Step(plan) = scheduler.schedule() {
+    // Where the scheduler waits for blocks to arrive in main memory, it is asked again; see `Pool::next_step`.
+    while let Some(plan) = pool.next_step(&mut scheduler)? {
         rows += plan.num_rows();
         let mut results = vec![RowResult::Invalid; plan.logit_rows().len()];
         pool.step(&plan, |entry, logits| {

@@ -2,7 +2,7 @@
 //!
 //! The model is a stand-in of two shaders (`project` writes queries, keys and values of the step's rows, `choose` turns
 //! attention outputs into tokens on the GPU); everything around it is what a real application does. Nothing here waits
-//! for the device: the chosen tokens arrive through `map_async`, and the step is committed in a later frame.
+//! for the device: the chosen tokens are mapped when they are there, and the step is committed in a later frame.
 
 use paged_kv::wgpu::{self, BufferUsages, PollType};
 use paged_kv::{
@@ -127,7 +127,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     // The frame loop. A real one is driven by the window system and never ends.
     while finished < 2 {
         frames += 1;
-        device.poll(PollType::Poll)?; // Never waits; lets `map_async` callbacks run.
+        device.poll(PollType::Poll)?; // Never waits; lets callbacks run.
+        scheduler.complete_transfers(&attention.poll_transfers()); // What has arrived in a host pool, if there is one.
 
         // A step whose tokens have arrived is committed.
         if let Some((plan, _)) = in_flight.take_if(|(_, arrived)| arrived.load(Ordering::Acquire)) {
@@ -143,10 +144,11 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
 
         let mut encoder = device.create_command_encoder(&Default::default());
-        let mut mapped_after_submit = None;
-        if in_flight.is_none()
-            && let Schedule::Step(plan) = scheduler.schedule()
-        {
+        let schedule = in_flight.is_none().then(|| scheduler.schedule());
+        if let Some(Schedule::Waiting(reason)) = &schedule {
+            println!("frame {frames}: {reason:?}"); // No end: frames go on, and the next one asks again.
+        }
+        if let Some(Schedule::Step(plan)) = schedule {
             let mut step = attention.prepare(&plan)?;
             let rows: Vec<u32> = plan.logit_rows().iter().map(|logits| logits.row).collect();
             let params = [step.rows(), step.token_ids_start(), step.positions_start(), rows.len() as u32];
@@ -169,15 +171,13 @@ fn main() -> Result<(), Box<dyn Error>> {
             drop(pass);
             encoder.copy_buffer_to_buffer(&tokens, 0, &readback, 0, rows_of(1));
             let arrived = Arc::new(AtomicBool::new(false));
-            mapped_after_submit = Some(Arc::clone(&arrived));
-            in_flight = Some((plan, arrived));
+            in_flight = Some((plan, Arc::clone(&arrived)));
+            let tell = move |_| arrived.store(true, Ordering::Release);
+            encoder.map_buffer_on_submit(&readback, wgpu::MapMode::Read, .., tell);
             steps += 1;
         }
         draw(&mut encoder, &window, frames); // The frame is drawn whether a step is on its way or not.
         queue.submit([encoder.finish()]);
-        if let Some(arrived) = mapped_after_submit {
-            readback.map_async(wgpu::MapMode::Read, .., move |_| arrived.store(true, Ordering::Release));
-        }
     }
     println!("{frames} frames, {steps} steps, {}", scheduler.stats().cache);
     Ok(())

@@ -70,7 +70,11 @@ impl<'a> Reader<'a> {
 
     /// Records the next step, if there is one.
     fn record(&mut self, encoder: &mut CommandEncoder) -> Option<StepPlan> {
-        let Schedule::Step(plan) = self.scheduler.schedule() else { return None };
+        let plan = match self.scheduler.schedule() {
+            Schedule::Step(plan) => plan,
+            Schedule::Idle => return None,
+            Schedule::Waiting(reason) => panic!("the one request waits: {reason:?}"),
+        };
         let mut step = self.attention.prepare(&plan).expect("a plan of this cache");
         self.attention.record_transfers(encoder, &mut step);
         let mut pass = encoder.begin_compute_pass(&Default::default());

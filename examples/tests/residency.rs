@@ -16,9 +16,11 @@ use example_engine::engine::{Engine, Event, Prompt, Session, SessionOptions, Ses
 use example_engine::error::RunError;
 use example_engine::gguf::GgufFile;
 use example_engine::gpu::{Adapters, Gpu};
+use example_engine::pool::Pool;
 use example_engine::sample::{Sampler, TopLogits};
 use paged_kv::{
-    Admission, CacheConfig, KvType, PreemptionMode, PrepareError, Priority, SchedulerConfig, VictimPolicy,
+    Admission, CacheConfig, KvType, PreemptionMode, PrepareError, Priority, Request, RowResult, Schedule,
+    Scheduler, SchedulerConfig, StepPlan, VictimPolicy, WaitReason,
 };
 
 const VOCAB: usize = 257;
@@ -40,36 +42,40 @@ const PROMPTS: [&str; 7] = [
     "Who art thou",
 ];
 
-#[test]
-fn logits_after_a_swap_are_the_same_bits_on_lavapipe() {
+fn toy() -> GgufFile {
+    GgufFile::from_bytes("the toy model", include_bytes!("../toy/toy.gguf")).unwrap()
+}
+
+/// Runs `test` on lavapipe. Where there is none this says so, and fails if it is required.
+fn on_lavapipe(what: &str, test: impl FnOnce(&wgpu::Adapter)) {
     let required = std::env::var("PAGED_KV_REQUIRE_ADAPTERS").unwrap_or_default();
     match Adapters::find(Some("llvmpipe")).best() {
-        Some(adapter) => compare(Some(Gpu::open(adapter).unwrap())),
+        Some(adapter) => test(adapter),
         None => {
             assert!(!required.contains("lavapipe"), "the adapter lavapipe is missing, and required");
-            println!("swapped logits on lavapipe: NOT RUN, there is no such adapter");
+            println!("{what} on lavapipe: NOT RUN, there is no such adapter");
         }
     }
 }
 
 #[test]
+fn logits_after_a_swap_are_the_same_bits_on_lavapipe() {
+    on_lavapipe("swapped logits", |adapter| compare(Some(Gpu::open(adapter).unwrap())));
+}
+
+#[test]
 fn the_text_is_the_same_when_the_device_is_lost_in_the_middle_of_it() {
-    let required = std::env::var("PAGED_KV_REQUIRE_ADAPTERS").unwrap_or_default();
-    let adapters = Adapters::find(Some("llvmpipe"));
-    let Some(adapter) = adapters.best() else {
-        assert!(!required.contains("lavapipe"), "the adapter lavapipe is missing, and required");
-        println!("a lost device on lavapipe: NOT RUN, there is no such adapter");
-        return;
-    };
-    let undisturbed = texts(adapter, &[]);
-    assert!(undisturbed.iter().all(|text| text.len() >= NEW as usize));
-    // While prompts are read, with sequences in the host pool, and twice in a row.
-    assert_eq!(texts(adapter, &[1, 40, 41]), undisturbed);
+    on_lavapipe("a lost device", |adapter| {
+        let undisturbed = texts(adapter, &[]);
+        assert!(undisturbed.iter().all(|text| text.len() >= NEW as usize));
+        // While prompts are read, with sequences in the host pool, and twice in a row.
+        assert_eq!(texts(adapter, &[1, 40, 41]), undisturbed);
+    });
 }
 
 /// The tokens of every prompt, where the device is lost before these steps.
 fn texts(adapter: &wgpu::Adapter, losses: &[usize]) -> Vec<Vec<u32>> {
-    let mut file = GgufFile::from_bytes("the toy model", include_bytes!("../toy/toy.gguf")).unwrap();
+    let mut file = toy();
     let mut gpu = Gpu::open(adapter).unwrap();
     let mut engine = Engine::load(&mut file, Some(gpu.clone()), &mut |_| ()).unwrap();
     let mut session = session(&mut engine, KvType::F16, 50, VictimPolicy::LowestPriority);
@@ -106,6 +112,44 @@ fn texts(adapter: &wgpu::Adapter, losses: &[usize]) -> Vec<Vec<u32>> {
 #[test]
 fn logits_after_a_swap_are_the_same_bits_on_the_cpu_twins() {
     compare(None);
+}
+
+#[test]
+fn a_scheduler_that_waits_for_blocks_on_their_way_has_not_ended() {
+    let mut file = toy();
+    let mut engine = Engine::load(&mut file, None, &mut |_| ()).unwrap();
+    let cache = CacheConfig::for_blocks(8, &shape_of(engine.config()), KvType::F32).unwrap();
+    let cache = cache.with_block_size(BLOCK).unwrap().with_host_blocks(8).unwrap();
+    let config = SchedulerConfig {
+        admission: Admission::Overcommitted { watermark_blocks: 0 },
+        prefix_cache: None,
+        preemption: PreemptionMode::Swap,
+        ..SchedulerConfig::default()
+    };
+    let mut scheduler = Scheduler::new(config, cache).unwrap();
+    for token in [1, 2] {
+        scheduler.add(Request::new(vec![token; 3 * BLOCK as usize]).max_new_tokens(3 * BLOCK)).unwrap();
+    }
+    let compute = |pool: &mut Pool<'_>, scheduler: &mut Scheduler, plan: StepPlan| {
+        pool.step(&plan, |_, _| ()).unwrap();
+        let results = vec![RowResult::Token(9); plan.logit_rows().len()];
+        scheduler.commit(plan, &results).unwrap();
+    };
+    let mut pool = engine.pool(cache, config.step_tokens, 2).unwrap();
+    // Nobody passes on what has arrived.
+    let reason = loop {
+        match scheduler.schedule() {
+            Schedule::Step(plan) => compute(&mut pool, &mut scheduler, plan),
+            Schedule::Waiting(reason) => break reason,
+            Schedule::Idle => panic!("nothing was moved out: {:?}", scheduler.stats()),
+        }
+    };
+    assert!(matches!(reason, WaitReason::Transfers { .. }), "{reason:?}");
+    while let Some(plan) = pool.next_step(&mut scheduler).unwrap() {
+        compute(&mut pool, &mut scheduler, plan);
+    }
+    let stats = scheduler.stats();
+    assert_eq!((stats.generated_tokens, stats.swaps_in), (2 * 3 * u64::from(BLOCK), 1), "{stats:?}");
 }
 
 /// What a run made of each prompt.
@@ -178,7 +222,7 @@ fn compare(gpu: Option<Gpu>) {
     let label = gpu.as_ref().map_or_else(|| "CPU twins".to_owned(), |gpu| gpu.label.clone());
     println!("adapter: {label} (swapped logits)");
     let few_rows_differ = gpu.is_none();
-    let mut file = GgufFile::from_bytes("the toy model", include_bytes!("../toy/toy.gguf")).unwrap();
+    let mut file = toy();
     let mut engine = Engine::load(&mut file, gpu, &mut |_| ()).unwrap();
     for kv in [KvType::F32, KvType::F16] {
         let room = run(&mut engine, kv, 128, VictimPolicy::LowestPriority);

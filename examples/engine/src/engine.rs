@@ -11,8 +11,8 @@ use std::{
 
 use paged_kv::{
     CacheConfig, FinishReason, Preemption, PreemptionMode, PreemptionReason, Priority, Rates, Request,
-    RequestId, RowResult, Schedule, Scheduler, SchedulerConfig, SchedulerStats, SequenceId, StepEvent,
-    StepPlan, TokenId, WaitReason,
+    RequestId, RowResult, Scheduler, SchedulerConfig, SchedulerStats, SequenceId, StepEvent, StepPlan,
+    TokenId,
 };
 
 use crate::{
@@ -397,22 +397,7 @@ impl Session<'_> {
     /// A device's failure; [`RunError::Stuck`] if requests wait for what will never come.
     pub fn step(&mut self, events: &mut Vec<Event>) -> Result<bool, RunError> {
         let start = Instant::now();
-        let reports = self.pool.poll_transfers();
-        self.scheduler.complete_transfers(&reports);
-        let plan = loop {
-            match self.scheduler.schedule() {
-                Schedule::Step(plan) => break plan,
-                Schedule::Waiting(reason @ WaitReason::Transfers { .. }) => {
-                    let reports = self.pool.wait_for_transfers()?;
-                    if reports.is_empty() {
-                        return Err(RunError::Stuck { reason });
-                    }
-                    self.scheduler.complete_transfers(&reports);
-                }
-                Schedule::Waiting(reason) => return Err(RunError::Stuck { reason }),
-                Schedule::Idle => return Ok(false),
-            }
-        };
+        let Some(plan) = self.pool.next_step(&mut self.scheduler)? else { return Ok(false) };
         self.compute(&plan)?;
         if let Some(measured) = &mut self.measured {
             measured.add(plan.num_rows(), plan.num_sequences(), start.elapsed());

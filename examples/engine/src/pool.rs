@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use paged_kv::{CacheConfig, StepPlan, TransferReport};
+use paged_kv::{CacheConfig, Schedule, Scheduler, StepPlan, TransferReport};
 
 use crate::{
     attention::{CpuAttention, GpuAttention},
@@ -33,6 +33,30 @@ impl<'a> Pool<'a> {
 
     pub(crate) fn on_cpu(model: &'a CpuModel, cache: CacheConfig) -> Result<Self, RunError> {
         Ok(Self(Device::Cpu(model, Box::new(CpuAttention::new(model, cache)?))))
+    }
+
+    /// The next step of a scheduler whose plans this pool computes; none when nothing is left to compute.
+    ///
+    /// [`Schedule::Waiting`] is no end: requests wait, and nothing can be computed before blocks have arrived in the host
+    /// pool. So this waits for them, tells the scheduler, and asks again.
+    ///
+    /// # Errors
+    /// A device's failure; [`RunError::Stuck`] if requests wait for what nothing on its way will bring.
+    pub fn next_step(&mut self, scheduler: &mut Scheduler) -> Result<Option<StepPlan>, RunError> {
+        let mut reports = self.poll_transfers();
+        loop {
+            scheduler.complete_transfers(&reports);
+            match scheduler.schedule() {
+                Schedule::Step(plan) => return Ok(Some(plan)),
+                Schedule::Idle => return Ok(None),
+                Schedule::Waiting(reason) => {
+                    reports = self.wait_for_transfers()?;
+                    if reports.is_empty() {
+                        return Err(RunError::Stuck { reason });
+                    }
+                }
+            }
+        }
     }
 
     /// Computes a plan and waits for it. `take(i, logits)` gets the logits of `plan.logit_rows()[i]`, `[vocab_len]`.
@@ -69,7 +93,7 @@ impl<'a> Pool<'a> {
         }
     }
 
-    pub(crate) fn wait_for_transfers(&mut self) -> Result<Vec<TransferReport>, RunError> {
+    fn wait_for_transfers(&mut self) -> Result<Vec<TransferReport>, RunError> {
         match &mut self.0 {
             Device::Gpu(model, attention) => attention.wait_for_transfers(model),
             Device::Cpu(_, attention) => Ok(attention.poll_transfers()),
