@@ -1,14 +1,18 @@
-//! The window: what happens in a frame, and where everything is drawn.
+//! The window: what happens in a tick, and where everything is drawn.
 //!
-//! In each frame the device is polled without waiting, a step that has come back is committed, and the next one is
-//! planned. While the window is drawn, [`station`](crate::station) records it into the frame's own encoder. So the window
-//! goes on being drawn however long a prompt is; a step takes part in one frame.
+//! egui ticks before every frame, and also while the window is hidden and has no frames. In each tick the device is polled
+//! without waiting, a step that has come back is committed, and the next one is planned. While the window is drawn,
+//! [`station`](crate::station) records it into the frame's own encoder; a step that no frame has taken by the next tick is
+//! submitted by itself. So the window goes on being drawn however long a prompt is, and chats go on while it is hidden.
 
 mod draw;
 
 use std::time::{Duration, Instant};
 
-use eframe::egui::{self, Ui};
+use eframe::{
+    egui::{self, Ui, ViewportCommand},
+    egui_wgpu::RenderState,
+};
 use example_engine::{config::Config, frames::FramePool, gpu::Gpu};
 
 use crate::{
@@ -20,11 +24,15 @@ use crate::{
     script::{Action, Player, Script},
     service::{Language, Service},
     settings::Settings,
-    station::{Arrival, SharedStation},
+    station::{Arrival, SharedStation, Way},
 };
 
 /// Frames a second by which events fade in a picture, where time must not depend on the machine.
 const PICTURE_RATE: f64 = 60.0;
+/// From one tick to the next without frames, which come at the display's rate.
+const TICK: Duration = Duration::from_millis(5);
+/// The same, and from frame to frame, while nothing is computed.
+const IDLE_TICK: Duration = Duration::from_millis(100);
 
 /// The window's state.
 pub(crate) struct App {
@@ -42,10 +50,14 @@ pub(crate) struct App {
     player: Player,
     picture: Option<Picture>,
     steps: u64,
+    /// Those that no frame took.
+    hidden_steps: u64,
     departed: Instant,
+    ticked: Instant,
     step_ms: f32,
+    /// From one tick to the next.
     frame_ms: f32,
-    /// The longest time from one frame to the next since a step departed.
+    /// The longest of these times since a step departed.
     longest_ms: f32,
     is_paused: bool,
     /// Although paused.
@@ -103,7 +115,9 @@ impl App {
             player: Player::new(script),
             picture: Picture::new(options, outcome),
             steps: 0,
+            hidden_steps: 0,
             departed: Instant::now(),
+            ticked: Instant::now(),
             step_ms: 0.0,
             frame_ms: 0.0,
             longest_ms: 0.0,
@@ -130,11 +144,33 @@ impl App {
         step.is_some_and(|step| self.steps == step || self.has_nothing_left())
     }
 
+    /// Whether nothing is computed. What was on its way may arrive still, and what happened fades.
+    fn is_at_rest(&self) -> bool {
+        self.is_paused || self.has_nothing_left()
+    }
+
     fn has_nothing_left(&self) -> bool {
         matches!(self.stage, Stage::Running(_)) && self.service.is_idle && self.player.has_ended()
     }
 
-    // A frame's work besides drawing.
+    // A tick's work.
+
+    /// Lets wgpu tell what has arrived, and submits what no frame has taken; never waits.
+    fn attend(&mut self, render: &RenderState) {
+        if let Err(error) = render.device.poll(wgpu::PollType::Poll) {
+            self.error = Some(error.to_string());
+        }
+        if let Stage::Running(station) | Stage::Ending(station) = &self.stage {
+            station.with(|station| station.submit(&render.device, &render.queue));
+        }
+    }
+
+    fn note_tick(&mut self) {
+        let tick_ms = self.ticked.elapsed().as_secs_f32() * 1e3;
+        self.ticked = Instant::now();
+        self.frame_ms = smoothed(self.frame_ms, tick_ms);
+        self.longest_ms = self.longest_ms.max(tick_ms);
+    }
 
     fn advance(&mut self, context: &egui::Context) {
         match std::mem::replace(&mut self.stage, Stage::Failed) {
@@ -211,7 +247,7 @@ impl App {
     fn restart(&mut self, service: Service) {
         self.service = service;
         self.player = Player::new(*self.player.script());
-        (self.steps, self.addressed) = (0, None);
+        (self.steps, self.hidden_steps, self.addressed) = (0, 0, None);
     }
 
     fn fail(&mut self, error: &dyn std::fmt::Display) -> Stage {
@@ -247,13 +283,14 @@ impl App {
         let error = match arrival {
             Arrival::Empty => None,
             Arrival::Later => return false,
-            Arrival::Step(plan) => {
+            Arrival::Step(plan, way) => {
                 let took = self.departed.elapsed().as_secs_f32() * 1e3;
                 self.step_ms = smoothed(self.step_ms, took);
+                self.hidden_steps += u64::from(way == Way::Alone);
                 let rows = plan.num_rows();
                 let committed = self.service.commit(plan);
-                // Nothing in a picture may depend on the machine, and a paused window draws few frames.
-                let paced = match self.picture.is_some() || self.is_paused {
+                // Nothing in a picture may depend on the machine, and a paused or hidden window draws few frames.
+                let paced = match self.picture.is_some() || self.is_paused || way == Way::Alone {
                     true => Ok(()),
                     false => self.service.keep_pace(rows, self.longest_ms),
                 };
@@ -326,24 +363,23 @@ fn smoothed(before: f32, now: f32) -> f32 {
 }
 
 impl eframe::App for App {
-    fn ui(&mut self, ui: &mut Ui, frame: &mut eframe::Frame) {
-        let context = ui.ctx().clone();
+    fn logic(&mut self, context: &egui::Context, frame: &mut eframe::Frame) {
         if let Some(render) = frame.wgpu_render_state() {
-            // Lets wgpu tell what has arrived; never waits.
-            if let Err(error) = render.device.poll(wgpu::PollType::Poll) {
-                self.error = Some(error.to_string());
-            }
+            self.attend(render);
         }
-        let frame_s = context.input(|input| input.unstable_dt);
-        self.frame_ms = smoothed(self.frame_ms, frame_s * 1e3);
-        self.longest_ms = self.longest_ms.max(frame_s * 1e3);
-        self.advance(&context);
+        self.note_tick();
+        self.advance(context);
+        if self.picture.is_some() && self.is_frozen() {
+            // It is taken of a hidden window, too.
+            context.send_viewport_cmd(ViewportCommand::RequestPaintWhileHidden);
+        }
+        context.request_repaint_after(if self.is_at_rest() { IDLE_TICK } else { TICK });
+    }
+
+    fn ui(&mut self, ui: &mut Ui, _frame: &mut eframe::Frame) {
         self.draw(ui);
-        if self.is_paused || self.has_nothing_left() {
-            // What was on its way may arrive, and what happened fades.
-            context.request_repaint_after(Duration::from_millis(100));
-        } else {
-            context.request_repaint();
+        if !self.is_at_rest() {
+            ui.request_repaint();
         }
     }
 }

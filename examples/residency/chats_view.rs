@@ -1,20 +1,17 @@
 //! The chats, side by side, with what they say and what they hold.
 
 use eframe::egui::{
-    Align, Align2, Color32, FontId, Label, Layout, RichText, ScrollArea, Sense, TextFormat, Ui, UiBuilder,
-    text::LayoutJob, vec2,
+    Align, Align2, Color32, FontId, Label, Layout, Rect, RichText, ScrollArea, Sense, TextFormat, Ui,
+    UiBuilder, style::ScrollStyle, text::LayoutJob, vec2,
 };
-use paged_kv::{Preemption, SequenceState};
 
 use crate::{
-    chat::{Chat, News, Phase, Role, letter},
+    cards,
+    chat::{Chat, Phase, Role, letter},
     look::{card, colour, weak},
     palette::Palette,
     snapshot::{Share, Snapshot},
 };
-
-/// Points of a chat's column, at least.
-const NARROWEST: f32 = 172.0;
 
 /// What the user asks of a chat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,22 +24,36 @@ pub(crate) enum Wish {
     Address(usize),
 }
 
-/// Draws the chats. Returns what was clicked, and the chat under the pointer.
+/// What the user does with the chats, and where they are.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Seen {
+    /// What was clicked.
+    pub(crate) wish: Option<Wish>,
+    /// The chat under the pointer.
+    pub(crate) pointed: Option<usize>,
+    pub(crate) cards: Vec<Rect>,
+}
+
+/// Draws the chats.
 pub(crate) fn show<'a>(
     ui: &mut Ui,
     palette: &Palette,
     chats: impl Iterator<Item = (usize, &'a Chat)>,
     snapshot: &Snapshot,
-) -> (Option<Wish>, Option<usize>) {
+) -> Seen {
     let chats: Vec<_> = chats.filter(|(_, chat)| chat.phase != Phase::Closing).collect();
-    let (mut wish, mut pointed) = (None, None);
+    let Seen { mut wish, mut pointed, mut cards } = Seen::default();
     let gap = ui.spacing().item_spacing.x;
-    let width = (ui.available_width() + gap) / chats.len().max(4) as f32 - gap;
-    let size = vec2(width.floor().max(NARROWEST), ui.available_height());
+    let width = cards::width(ui.available_width(), gap, chats.len());
+    // A bar that takes room of its own covers no card.
+    let floating = std::mem::replace(&mut ui.spacing_mut().scroll, ScrollStyle::solid());
     ScrollArea::horizontal().auto_shrink([false, false]).show(ui, |ui| {
+        ui.spacing_mut().scroll = floating;
+        let size = vec2(width, ui.available_height());
         ui.horizontal_top(|ui| {
             for (slot, chat) in chats {
                 let (rect, response) = ui.allocate_exact_size(size, Sense::hover());
+                cards.push(rect);
                 let mut column =
                     ui.new_child(UiBuilder::new().max_rect(rect).layout(Layout::top_down(Align::Min)));
                 column.set_clip_rect(column.clip_rect().intersect(rect));
@@ -57,15 +68,15 @@ pub(crate) fn show<'a>(
             }
         });
     });
-    (wish, pointed)
+    Seen { wish, pointed, cards }
 }
 
 fn column(ui: &mut Ui, palette: &Palette, slot: usize, chat: &Chat, share: Option<&Share>) -> Option<Wish> {
     ui.set_min_size(ui.available_size());
     let mut wish = ui.horizontal(|ui| heading(ui, palette, slot, chat, share)).inner;
     let line = |ui: &mut Ui, text: String| ui.add(Label::new(weak(palette, text)).truncate());
-    line(ui, sharing(share));
-    line(ui, news_line(chat));
+    line(ui, cards::sharing(share));
+    line(ui, cards::news(chat));
     let height = (ui.available_height() - 34.0).max(24.0);
     let scroll = ScrollArea::vertical().id_salt(slot).max_height(height).auto_shrink([false, false]);
     scroll.stick_to_bottom(true).show(ui, |ui| {
@@ -86,9 +97,8 @@ fn heading(ui: &mut Ui, palette: &Palette, slot: usize, chat: &Chat, share: Opti
     let addressed = response.on_hover_text("say something to this chat").clicked();
     ui.vertical(|ui| {
         ui.spacing_mut().item_spacing.y = 1.0;
-        ui.add(Label::new(RichText::new(standing(chat, share)).strong().size(13.0)).truncate());
-        let (tokens, blocks) = share.map_or((0, 0), |share| (share.tokens, share.blocks));
-        ui.add(Label::new(weak(palette, format!("{tokens} tokens, {blocks} blocks"))).truncate());
+        ui.add(Label::new(RichText::new(cards::standing(chat, share)).strong().size(13.0)).truncate());
+        ui.add(Label::new(weak(palette, cards::size(chat, share))).truncate());
     });
     addressed.then_some(Wish::Address(slot))
 }
@@ -113,53 +123,6 @@ fn buttons(ui: &mut Ui, slot: usize, chat: &Chat) -> Option<Wish> {
     }
     button(ui, "×", "close: end the chat and give up its blocks", Wish::Close(slot));
     wish
-}
-
-/// What the chat is doing.
-fn standing(chat: &Chat, share: Option<&Share>) -> String {
-    match (&chat.phase, share) {
-        (Phase::Ended(reason), _) => format!("ended: {reason}"),
-        (Phase::Stopped(_), _) => "stopped".to_owned(),
-        (Phase::Invalid(_), _) => "invalid numbers".to_owned(),
-        (_, Some(share)) if share.host_blocks > 0 => "moved to main memory".to_owned(),
-        (_, Some(share)) if share.state == SequenceState::Waiting && share.preemptions > 0 => {
-            "preempted".to_owned()
-        }
-        (_, Some(share)) if share.state == SequenceState::Waiting => "in line".to_owned(),
-        (_, Some(share)) if share.computed_tokens + 1 < share.tokens => {
-            format!("reading {} of {}", share.computed_tokens, share.tokens)
-        }
-        _ => "answering".to_owned(),
-    }
-}
-
-fn sharing(share: Option<&Share>) -> String {
-    match share {
-        Some(Share { host_blocks: 0, shared_blocks, .. }) => format!("{shared_blocks} of them shared"),
-        Some(Share { host_blocks, shared_blocks, .. }) => {
-            format!("{shared_blocks} shared, {host_blocks} moved out")
-        }
-        None => "no blocks".to_owned(),
-    }
-}
-
-fn news_line(chat: &Chat) -> String {
-    match &chat.phase {
-        Phase::Invalid(tokens) => format!("{} tokens to compute again", tokens.len()),
-        _ => chat.news.map_or(String::new(), news_text),
-    }
-}
-
-fn news_text(news: News) -> String {
-    match news {
-        News::Found { tokens, of } => format!("found {tokens} of {of} tokens"),
-        News::Preempted(Preemption::Swapped { blocks }) => format!("preempted: {blocks} blocks moved out"),
-        News::Preempted(Preemption::Dropped { tokens }) => {
-            format!("preempted: {tokens} tokens to compute again")
-        }
-        News::Preempted(_) => "preempted".to_owned(),
-        News::BranchOf(slot) => format!("branched off {}", letter(slot)),
-    }
 }
 
 fn words(palette: &Palette, chat: &Chat, width: f32) -> LayoutJob {

@@ -6,10 +6,11 @@
 //! ```
 //!
 //! egui draws on wgpu, and the library decodes on the same device: each frame has one encoder and one submission, for
-//! both, and nothing waits. [`station`] is where that happens, [`service`] is what a program does with a scheduler, and
+//! both, and nothing waits. A hidden window has no frames: its chats go on, a submission a step. [`station`] is where that happens, [`service`] is what a program does with a scheduler, and
 //! [`snapshot`] asks the library what every block is. The model is the package `engine` beside this program.
 
 mod app;
+mod cards;
 mod chart;
 mod chat;
 mod chats_view;

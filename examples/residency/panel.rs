@@ -22,6 +22,8 @@ pub(crate) struct Counters<'a> {
     pub(crate) block_bytes: u64,
     /// Most rows of a step, as things are.
     pub(crate) step_rows: u32,
+    /// Steps that no frame took.
+    pub(crate) hidden_steps: u64,
 }
 
 /// Lets the user choose. Whoever changes something gets another pool.
@@ -127,12 +129,16 @@ fn memory(ui: &mut Ui, palette: &Palette, counters: &Counters<'_>) {
 }
 
 fn work(ui: &mut Ui, palette: &Palette, counters: &Counters<'_>) {
-    let Counters { stats, block_bytes, step_rows, .. } = counters;
+    let Counters { stats, block_bytes, step_rows, hidden_steps, .. } = counters;
     let cache = &stats.cache;
     let moved = |blocks: u64| bytes(blocks * block_bytes);
     let found = 100.0 * stats.prefix_hit_tokens as f64 / stats.prefix_wanted_tokens.max(1) as f64;
+    let steps = match hidden_steps {
+        0 => "steps".to_owned(),
+        hidden => format!("steps, {} hidden", number(*hidden)),
+    };
     let rows = [
-        ("steps", number(stats.steps), String::new()),
+        (steps.as_str(), number(stats.steps), String::new()),
         ("most rows of a step", number(u64::from(*step_rows)), String::new()),
         ("tokens generated", number(stats.generated_tokens), String::new()),
         ("prompt tokens computed", number(stats.prompt_tokens), String::new()),

@@ -46,7 +46,9 @@ pub(crate) struct Shown<'a> {
     pub(crate) snapshot: &'a Snapshot,
     pub(crate) marks: &'a [(u32, Event, f32)],
     pub(crate) drawn: &'a Drawn,
+    pub(crate) cards: &'a [egui::Rect],
     pub(crate) palette: &'a Palette,
+    pub(crate) hidden_steps: u64,
 }
 
 impl Picture {
@@ -114,7 +116,7 @@ fn write_png(path: &Path, image: &egui::ColorImage) -> io::Result<()> {
 
 /// What the picture shows. Places are in its pixels; counts are the library's own.
 fn states(shown: &Shown<'_>, pixels_per_point: f32) -> Value {
-    let Shown { service, snapshot, marks, drawn, palette } = shown;
+    let Shown { service, snapshot, marks, drawn, cards, palette, hidden_steps } = shown;
     let block = |cell: &Cell, square: &Square| {
         let owners: Vec<Value> =
             cell.owners().map(|owner| json!({ "slot": owner.slot, "tokens": owner.tokens })).collect();
@@ -127,6 +129,8 @@ fn states(shown: &Shown<'_>, pixels_per_point: f32) -> Value {
     let marks: Vec<Value> = marks.iter().map(|&(block, event, strength)| {
         json!({ "block": block, "strength": strength, "colour": event_colour(palette, event) })
     }).collect();
+    let ends: Vec<[f32; 2]> =
+        cards.iter().map(|card| [card.left(), card.right()].map(|x| x * pixels_per_point)).collect();
     let stats = service.scheduler().stats();
     let cache = &stats.cache;
     json!({
@@ -135,6 +139,8 @@ fn states(shown: &Shown<'_>, pixels_per_point: f32) -> Value {
         "block_size": snapshot.block_size,
         "blocks": blocks,
         "legend": legend,
+        "cards": ends,
+        "hidden_steps": hidden_steps,
         "marks": marks,
         "stats": {
             "num_blocks": cache.num_blocks,

@@ -26,6 +26,10 @@ pub(crate) struct PoolView<'a> {
     pub(crate) host_blocks: u32,
 }
 
+/// Points of the legend in one line, and from one line to the next.
+const LEGEND_WIDTH: f32 = 800.0;
+const LEGEND_LINE: f32 = 24.0;
+
 /// Where the blocks were drawn, in points of the window.
 #[derive(Clone, Debug)]
 pub(crate) struct Drawn {
@@ -49,12 +53,14 @@ impl PoolView<'_> {
                 self.heading(ui);
                 ui.add_space(4.0);
                 let rest = if self.host_blocks > 0 { 62.0 } else { 34.0 };
+                let lines = legend_lines(ui.available_width());
+                let rest = rest + (lines - 1) as f32 * LEGEND_LINE;
                 let space = vec2(ui.available_width(), (ui.available_height() - rest).max(40.0));
                 let mut drawn = self.grid(ui, space);
                 if self.host_blocks > 0 {
                     self.host(ui);
                 }
-                drawn.legend = self.legend(ui);
+                drawn.legend = self.legend(ui, lines);
                 drawn
             })
             .inner
@@ -230,7 +236,7 @@ impl PoolView<'_> {
     }
 
     /// Returns the examples of states, without those of events.
-    fn legend(&self, ui: &mut Ui) -> Vec<(Cell, Square)> {
+    fn legend(&self, ui: &mut Ui, lines: usize) -> Vec<(Cell, Square)> {
         let held = |tokens: u32, owners: usize| {
             let mut cell = Cell::new(Kind::Held);
             (0..owners).for_each(|slot| {
@@ -251,21 +257,28 @@ impl PoolView<'_> {
             (held(full, 1), Some(Event::MovedIn), "moved in"),
         ];
         let mut states = Vec::new();
-        ui.horizontal(|ui| {
-            for (cell, event, text) in examples {
-                let (rect, _) = ui.allocate_exact_size(vec2(16.0, 16.0), Sense::hover());
-                let square = Square { left: rect.left().round(), top: rect.top().round(), side: 16.0 };
-                self.cell(ui.painter(), &cell, &square);
-                match event {
-                    Some(event) => self.mark(ui.painter(), &square, event, 1.0),
-                    None => states.push((cell, square)),
+        for line in examples.chunks(examples.len().div_ceil(lines)) {
+            ui.horizontal(|ui| {
+                for (cell, event, text) in line {
+                    let (rect, _) = ui.allocate_exact_size(vec2(16.0, 16.0), Sense::hover());
+                    let square = Square { left: rect.left().round(), top: rect.top().round(), side: 16.0 };
+                    self.cell(ui.painter(), cell, &square);
+                    match event {
+                        Some(event) => self.mark(ui.painter(), &square, *event, 1.0),
+                        None => states.push((cell.clone(), square)),
+                    }
+                    ui.label(weak(self.palette, *text));
+                    ui.add_space(2.0);
                 }
-                ui.label(weak(self.palette, text));
-                ui.add_space(2.0);
-            }
-        });
+            });
+        }
         states
     }
+}
+
+/// Lines of the legend where it has so many points.
+fn legend_lines(width: f32) -> usize {
+    if width < LEGEND_WIDTH { 2 } else { 1 }
 }
 
 impl Drawn {

@@ -2,7 +2,8 @@
 //!
 //! egui makes one encoder for a frame and submits it once. [`Recorder`] is a paint callback that draws nothing: before the
 //! frame is drawn it is handed that encoder, and records the planned step into it. So drawing and decoding share one
-//! encoder and one submission.
+//! encoder and one submission. While the window is hidden no frame is drawn: [`Station::submit`] then gives the step an
+//! encoder and a submission of its own.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -23,8 +24,22 @@ pub(crate) struct Station {
 
 struct Step {
     plan: StepPlan,
-    is_recorded: bool,
-    error: Option<String>,
+    state: StepState,
+}
+
+enum StepState {
+    Waits,
+    Departed(Way),
+    Refused(String),
+}
+
+/// How a step went to the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// Among the commands of a frame.
+    InFrame,
+    /// By itself.
+    Alone,
 }
 
 /// What has become of the step at the station.
@@ -35,7 +50,7 @@ pub(crate) enum Arrival {
     /// It is to come.
     Later,
     /// It is done; its logits were handed over.
-    Step(StepPlan),
+    Step(StepPlan, Way),
     /// It will not run; its plan was dropped. With the reason, if it is an error.
     Dropped(Option<String>),
 }
@@ -73,6 +88,11 @@ impl SharedStation {
         *self.lock() = Some(Station { pool, step: None });
     }
 
+    /// Records the step into a frame's encoder, if it waits.
+    pub(crate) fn record(&self, encoder: &mut wgpu::CommandEncoder) {
+        self.with(|station| station.record(encoder, Way::InFrame));
+    }
+
     /// What egui calls before it draws a frame in which `rect` is to be seen.
     pub(crate) fn recorder(&self, rect: egui::Rect) -> egui::Shape {
         egui_wgpu::Callback::new_paint_callback(rect, Recorder(self.clone())).into()
@@ -81,31 +101,46 @@ impl SharedStation {
 
 impl Station {
     pub(crate) fn depart(&mut self, plan: StepPlan) {
-        self.step = Some(Step { plan, is_recorded: false, error: None });
+        self.step = Some(Step { plan, state: StepState::Waits });
+    }
+
+    /// Submits the step by itself if it still waits: no frame has taken it.
+    pub(crate) fn submit(&mut self, device: &wgpu::Device, queue: &wgpu::Queue) {
+        if self.step.as_ref().is_some_and(|step| matches!(step.state, StepState::Waits)) {
+            let mut encoder = device.create_command_encoder(&Default::default());
+            self.record(&mut encoder, Way::Alone);
+            queue.submit([encoder.finish()]);
+        }
+    }
+
+    /// Records the step if it waits.
+    fn record(&mut self, encoder: &mut wgpu::CommandEncoder, way: Way) {
+        let Some(step @ Step { state: StepState::Waits, .. }) = &mut self.step else { return };
+        step.state = match self.pool.record(&step.plan, encoder) {
+            Ok(()) => StepState::Departed(way),
+            Err(error) => StepState::Refused(in_words(error)),
+        };
     }
 
     /// Looks for the step; `take(plan, i, logits)` gets the logits of `plan.logit_rows()[i]`.
     pub(crate) fn arrive(&mut self, mut take: impl FnMut(&StepPlan, usize, &[f32])) -> Arrival {
-        let Some(step) = &mut self.step else { return Arrival::Empty };
-        if let Some(error) = step.error.take() {
-            self.step = None;
-            return Arrival::Dropped(Some(error));
-        }
-        if !step.is_recorded {
-            return Arrival::Later;
-        }
-        let plan = &step.plan;
-        match self.pool.take(plan, |entry, logits| take(plan, entry, logits)) {
-            Ok(Progress::OnItsWay) => Arrival::Later,
-            Ok(Progress::Done) => self.step.take().map_or(Arrival::Empty, |step| Arrival::Step(step.plan)),
-            Ok(Progress::NeverSubmitted | Progress::None) => {
-                self.step = None;
-                Arrival::Dropped(None)
+        let Some(Step { plan, state }) = self.step.take() else { return Arrival::Empty };
+        let way = match state {
+            StepState::Departed(way) => way,
+            StepState::Refused(error) => return Arrival::Dropped(Some(error)),
+            StepState::Waits => {
+                self.depart(plan);
+                return Arrival::Later;
             }
-            Err(error) => {
-                self.step = None;
-                Arrival::Dropped(Some(in_words(error)))
+        };
+        match self.pool.take(&plan, |entry, logits| take(&plan, entry, logits)) {
+            Ok(Progress::OnItsWay) => {
+                self.step = Some(Step { plan, state: StepState::Departed(way) });
+                Arrival::Later
             }
+            Ok(Progress::Done) => Arrival::Step(plan, way),
+            Ok(Progress::NeverSubmitted | Progress::None) => Arrival::Dropped(None),
+            Err(error) => Arrival::Dropped(Some(in_words(error))),
         }
     }
 }
@@ -121,14 +156,7 @@ impl CallbackTrait for Recorder {
         encoder: &mut wgpu::CommandEncoder,
         _resources: &mut CallbackResources,
     ) -> Vec<wgpu::CommandBuffer> {
-        self.0.with(|Station { pool, step }| {
-            if let Some(step) = step.as_mut().filter(|step| !step.is_recorded && step.error.is_none()) {
-                match pool.record(&step.plan, encoder) {
-                    Ok(()) => step.is_recorded = true,
-                    Err(error) => step.error = Some(in_words(error)),
-                }
-            }
-        });
+        self.0.record(encoder);
         Vec::new()
     }
 

@@ -7,6 +7,8 @@
 // Only a part of the example is looked at.
 #![allow(dead_code)]
 
+#[path = "../residency/cards.rs"]
+mod cards;
 #[path = "../residency/chat.rs"]
 mod chat;
 #[path = "../residency/grid.rs"]
@@ -29,40 +31,38 @@ mod service;
 mod settings;
 #[path = "../residency/snapshot.rs"]
 mod snapshot;
+#[path = "../residency/station.rs"]
+mod station;
+
+#[path = "window/frames.rs"]
+mod frames;
+#[cfg(target_os = "linux")]
+#[path = "window/hidden.rs"]
+mod hidden;
+#[path = "window/picture.rs"]
+mod picture;
 
 use chat::Phase;
 use clap::Parser as _;
-use example_engine::{
-    attention::shape_of,
-    chat::ChatFormat,
-    config::Config,
-    engine::{Engine, Prompt, SessionOptions},
-    frames::{FramePool, Progress},
-    gguf::GgufFile,
-    gpu::{Adapters, Gpu, GpuModel},
-    sample::{Sampler, argmax},
-    tokenizer::Tokenizer,
-};
+use example_engine::{chat::ChatFormat, config::Config, gguf::GgufFile, tokenizer::Tokenizer};
 use grid::{Grid, SMALLEST, Square};
 use options::Options;
 use pace::{BUDGET_MS, LEAST_ROWS, MOST_ROWS, Pace};
-use paged_kv::{
-    CacheConfig, KvType, Request, RowResult, Schedule, Scheduler, SchedulerConfig, StepEvent, TransferReport,
-};
+use paged_kv::TransferReport;
 use palette::{NUM_OWNERS, Palette, Rgb, luminance, mix};
 use script::{Action, Player};
-use serde_json::Value;
 use service::{Language, Service};
 use settings::Settings;
-use snapshot::{Cell, Kind, Owner, Snapshot};
-use std::io::{BufRead as _, BufReader, Read};
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use snapshot::{Kind, Snapshot};
 use std::sync::Arc;
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 
 const TOY: &[u8] = include_bytes!("../toy/toy.gguf");
+
+/// Whether a test is to draw and compute on lavapipe, and on a display of its own.
+fn requires_lavapipe() -> bool {
+    let required = std::env::var("PAGED_KV_REQUIRE_ADAPTERS").unwrap_or_default();
+    required.split(',').any(|name| name == "lavapipe")
+}
 
 #[test]
 fn every_block_has_a_square_of_its_own_and_is_found_there() {
@@ -347,6 +347,46 @@ fn step(service: &mut Service, logits: &[f32]) {
 }
 
 #[test]
+fn a_chat_that_was_stopped_says_how_long_it_is() {
+    let (mut service, logits) = chatting();
+    let size = |service: &Service| {
+        let (slot, chat) = service.chats().next().unwrap();
+        (chat.phase.clone(), cards::size(chat, service.snapshot().share(slot)))
+    };
+    let tokens = service.scheduler().tokens(service.chats().next().unwrap().1.sequence()).unwrap().len();
+    let blocks = service.scheduler().cache().stats().held_blocks;
+    assert!(tokens > 100 && blocks > 0);
+    assert_eq!(size(&service), (Phase::Answering, format!("{tokens} tokens, {blocks} blocks")));
+    service.act(&Action::Stop(0)).unwrap();
+    let (phase, stopped) = size(&service);
+    assert!(matches!(&phase, Phase::Stopped(kept) if kept.len() == tokens), "{phase:?}");
+    assert_eq!(stopped, format!("{tokens} tokens, 0 blocks"));
+    service.act(&Action::Continue(0)).unwrap();
+    step(&mut service, &logits);
+    step(&mut service, &vec![f32::NAN; logits.len()]);
+    let (phase, invalid) = size(&service);
+    assert!(matches!(phase, Phase::Invalid(_)), "{phase:?}");
+    assert!(invalid.starts_with(&format!("{} tokens", tokens + 1)), "{invalid}");
+}
+
+#[test]
+fn no_card_is_cut_at_any_width_of_the_window() {
+    const GAP: f32 = 8.0;
+    for row in 200..2000 {
+        for num_cards in 1..=NUM_OWNERS {
+            let (row, width) = (row as f32, cards::width(row as f32, GAP, num_cards));
+            assert!(width >= cards::NARROWEST, "{num_cards} cards of {width} in {row}");
+            let begun = (row / (width + GAP)).ceil().min(num_cards as f32);
+            let end = begun * (width + GAP) - GAP;
+            assert!(end <= row, "{begun} of {num_cards} cards of {width} end at {end} of {row}");
+            if num_cards as f32 * (cards::NARROWEST + GAP) - GAP <= row {
+                assert_eq!(begun, num_cards as f32, "all fit into {row}");
+            }
+        }
+    }
+}
+
+#[test]
 fn a_chat_whose_numbers_are_invalid_can_be_continued_branched_and_closed() {
     let (mut service, logits) = chatting();
     let chat = |service: &Service, slot: usize| service.chats().nth(slot).unwrap().1.clone();
@@ -377,300 +417,4 @@ fn a_chat_whose_numbers_are_invalid_can_be_continued_branched_and_closed() {
     }
     assert!(service.plan(&[], 0.0).is_none());
     assert_eq!(service.chats().count(), 0);
-}
-
-/// The adapter that is required, or whichever there is.
-fn gpu() -> Gpu {
-    let required = std::env::var("PAGED_KV_REQUIRE_ADAPTERS").unwrap_or_default();
-    let lavapipe = required.split(',').any(|name| name == "lavapipe");
-    let adapters = Adapters::find(lavapipe.then_some("llvmpipe"));
-    Gpu::open(adapters.best().expect("there is an adapter")).unwrap()
-}
-
-#[test]
-fn steps_recorded_into_frames_choose_the_same_tokens_and_a_frame_that_is_not_shown_changes_nothing() {
-    const NEW: u32 = 6;
-    let mut file = GgufFile::from_bytes("the toy model", TOY).unwrap();
-    let config = Config::read(&file).unwrap();
-    let tokens: Vec<u32> = "In the beginning God created".bytes().map(u32::from).collect();
-    let cache = CacheConfig::for_blocks(8, &shape_of(&config), KvType::F16).unwrap();
-    let scheduler = SchedulerConfig { step_tokens: 16, ..SchedulerConfig::default() };
-
-    let sampler = Sampler { temperature: 0.0, seed: 0 };
-    let options = SessionOptions { cache, scheduler, sampler, top_logits: 0, rates: None };
-    let prompt = Prompt { tokens: tokens.clone(), max_new_tokens: NEW, samples: 1, ..Prompt::default() };
-    let mut engine = Engine::load(&mut file, None, &mut |_| ()).unwrap();
-    let expected = engine.run(&[prompt], options).unwrap().0.remove(0).tokens;
-
-    let gpu = gpu();
-    println!("adapter: {}", gpu.label);
-    let model = GpuModel::load(gpu.clone(), &mut file, config, &mut |_| ()).unwrap();
-    let mut pool = FramePool::new(model, cache, 16, 1).unwrap();
-    let mut scheduler = Scheduler::new(scheduler, cache).unwrap();
-    scheduler.add(Request::new(tokens).max_new_tokens(NEW)).unwrap();
-    let (mut chosen, mut frames) = (Vec::new(), 0);
-    while let Schedule::Step(plan) = scheduler.schedule() {
-        frames += 1;
-        let mut encoder = gpu.device.create_command_encoder(&Default::default());
-        pool.record(&plan, &mut encoder).unwrap();
-        // Every third frame finds no surface to be shown on.
-        if frames % 3 == 1 {
-            drop(encoder);
-            assert_eq!(pool.take(&plan, |_, _| panic!("it never ran")).unwrap(), Progress::NeverSubmitted);
-            continue;
-        }
-        gpu.queue.submit([encoder.finish()]);
-        let mut results = Vec::new();
-        let mut take = |_, logits: &[f32]| results.push(RowResult::Token(argmax(logits).unwrap()));
-        while pool.take(&plan, &mut take).unwrap() == Progress::OnItsWay {
-            gpu.device.poll(wgpu::PollType::Poll).unwrap();
-            std::thread::yield_now();
-        }
-        assert_eq!(pool.take(&plan, |_, _| ()).unwrap(), Progress::None, "it is taken once");
-        for event in scheduler.commit(plan, &results).unwrap() {
-            if let StepEvent::Token { token, .. } = event {
-                chosen.push(*token);
-            }
-        }
-    }
-    assert_eq!(chosen, expected);
-    assert_eq!(scheduler.stats().steps, 1 + u64::from(NEW), "two steps read the prompt");
-    assert!(frames > scheduler.stats().steps, "some were not shown");
-}
-
-// --- The picture -------------------------------------------------------------------------------------
-
-/// What a picture may take: a software adapter draws it in less than a minute, if nothing else keeps it busy.
-const LIMIT: Duration = Duration::from_secs(600);
-
-/// A display that nobody sees.
-struct Display {
-    server: Child,
-    name: String,
-}
-
-impl Display {
-    fn open() -> Self {
-        let mut server = Command::new("Xvfb")
-            .args(["-displayfd", "1", "-screen", "0", "1600x1000x24", "-nolisten", "tcp"])
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .expect("Xvfb starts; it is in the package xvfb");
-        let mut number = String::new();
-        BufReader::new(server.stdout.take().unwrap()).read_line(&mut number).unwrap();
-        assert!(!number.trim().is_empty(), "Xvfb has no display");
-        Self { server, name: format!(":{}", number.trim()) }
-    }
-}
-
-impl Drop for Display {
-    fn drop(&mut self) {
-        // It may have ended by itself.
-        let _ = self.server.kill();
-        let _ = self.server.wait();
-    }
-}
-
-/// Runs the program. It is killed where it takes longer than [`LIMIT`].
-fn run(display: Option<&Display>, arguments: &[&str]) -> Output {
-    let tests = std::env::current_exe().unwrap();
-    let file = format!("residency{}", std::env::consts::EXE_SUFFIX);
-    let path = tests.parent().unwrap().parent().unwrap().join("examples").join(file);
-    let build = "cargo build --workspace --features paged-kv-examples/window --example residency";
-    assert!(path.exists(), "{} is missing: {build}", path.display());
-    let mut command = Command::new(path);
-    command.args(arguments);
-    if let Some(display) = display {
-        command.env("DISPLAY", &display.name).env_remove("WAYLAND_DISPLAY").args(["--adapter", "llvmpipe"]);
-    }
-    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    // Read meanwhile: a program that nobody listens to stands still.
-    let out = listen(child.stdout.take().unwrap());
-    let err = listen(child.stderr.take().unwrap());
-    let start = Instant::now();
-    let status = loop {
-        if let Some(status) = child.try_wait().unwrap() {
-            break Some(status);
-        }
-        if start.elapsed() > LIMIT {
-            child.kill().unwrap();
-            child.wait().unwrap();
-            break None;
-        }
-        std::thread::sleep(Duration::from_millis(50));
-    };
-    let [stdout, stderr] = [out, err].map(|reader| reader.join().unwrap());
-    let Some(status) = status else {
-        let printed = [&stdout, &stderr].map(|bytes| String::from_utf8_lossy(bytes));
-        panic!("{arguments:?} did not end within {LIMIT:?}; it printed: {}{}", printed[0], printed[1]);
-    };
-    Output { status, stdout, stderr }
-}
-
-/// Everything that a pipe has to say.
-fn listen(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
-    std::thread::spawn(move || {
-        let mut bytes = Vec::new();
-        pipe.read_to_end(&mut bytes).unwrap();
-        bytes
-    })
-}
-
-/// The pixels of a picture.
-struct Image {
-    width: usize,
-    bytes: Vec<u8>,
-}
-
-impl Image {
-    fn open(path: &Path) -> Self {
-        let decoder = png::Decoder::new(BufReader::new(std::fs::File::open(path).unwrap()));
-        let mut reader = decoder.read_info().unwrap();
-        let mut bytes = vec![0; reader.output_buffer_size().unwrap()];
-        let info = reader.next_frame(&mut bytes).unwrap();
-        assert_eq!(info.color_type, png::ColorType::Rgb);
-        Self { width: info.width as usize, bytes }
-    }
-
-    /// The pixel whose area holds a point.
-    fn at(&self, x: f32, y: f32) -> Rgb {
-        let start = 3 * (y.floor() as usize * self.width + x.floor() as usize);
-        self.bytes[start..start + 3].try_into().unwrap()
-    }
-}
-
-fn float(value: &Value) -> f32 {
-    value.as_f64().unwrap() as f32
-}
-
-fn cell_of(block: &Value) -> Cell {
-    let mut cell = Cell::new(match block["kind"].as_str().unwrap() {
-        "Free" => Kind::Free,
-        "Cached" => Kind::Cached,
-        "Held" => Kind::Held,
-        "InTransfer" => Kind::InTransfer,
-        other => panic!("no kind of block: {other}"),
-    });
-    for owner in block["owners"].as_array().unwrap() {
-        let number = |name: &str| owner[name].as_u64().unwrap();
-        cell.hold(Owner { slot: number("slot") as usize, first_token: 0, tokens: number("tokens") as u32 });
-    }
-    cell
-}
-
-fn square_of(block: &Value) -> Square {
-    let place: Vec<f32> = block["place"].as_array().unwrap().iter().map(float).collect();
-    Square { left: place[0], top: place[1], side: place[2] }
-}
-
-/// Compares the colours of every block with its state: each owner's stripe at its foot, which is full as soon as there is
-/// a token, and at its head, which is full only in a full block. Points are chosen off letters, hatching and round corners.
-fn check_colours(image: &Image, palette: &Palette, block_size: u32, blocks: &[Value]) {
-    for (index, block) in blocks.iter().enumerate() {
-        let (cell, square) = (cell_of(block), square_of(block));
-        let stripes = palette.stripes(&cell);
-        for (place, [filled, rest]) in stripes.iter().enumerate() {
-            let tokens = cell.owners().nth(place).map_or(0, |owner| owner.tokens);
-            let (left, right, _) = square.stripe(place, stripes.len(), 1.0);
-            let x = if stripes.len() == 1 { left + 5.0 } else { (left + right) / 2.0 };
-            let foot = if tokens > 0 { filled } else { rest };
-            let head = if tokens == block_size { filled } else { rest };
-            // The foot of a block that nobody holds is hatched if it is cached.
-            if cell.kind == Kind::Held {
-                assert_close(image.at(x, square.top + square.side - 2.5), *foot, || {
-                    format!("foot of block {index}: {block}")
-                });
-            }
-            assert_close(image.at(x, square.top + 2.5), *head, || format!("head of block {index}: {block}"));
-        }
-    }
-}
-
-/// The same, but for rounding on the way through the device.
-fn assert_close(found: Rgb, expected: Rgb, what: impl Fn() -> String) {
-    let same = found.iter().zip(expected).all(|(&found, expected)| found.abs_diff(expected) <= 1);
-    assert!(same, "{}: {found:?}, not {expected:?}", what());
-}
-
-/// A block to which something has just happened has a ring of that colour, nearer to it than to the ground.
-fn check_marks(image: &Image, palette: &Palette, blocks: &[Value], marks: &[Value]) {
-    let distance = |a: Rgb, b: Rgb| a.iter().zip(b).map(|(&a, b)| u32::from(a.abs_diff(b))).sum::<u32>();
-    let mut fresh = marks.iter().filter(|mark| float(&mark["strength"]) == 1.0).peekable();
-    assert!(fresh.peek().is_some(), "no block has just moved or been copied");
-    for mark in fresh {
-        let square = square_of(&blocks[mark["block"].as_u64().unwrap() as usize]);
-        let colour: Vec<u8> =
-            mark["colour"].as_array().unwrap().iter().map(|c| c.as_u64().unwrap() as u8).collect();
-        let colour: Rgb = colour.try_into().unwrap();
-        let found = image.at(square.left - 0.5, square.top + square.side / 2.0);
-        assert!(distance(found, colour) < distance(found, palette.panel), "ring of {mark}: {found:?}");
-    }
-}
-
-/// Every state has an example in the legend, in its colours: also a block in transfer, which few frames of the script have.
-fn check_legend(image: &Image, palette: &Palette, states: &Value) {
-    let legend = states["legend"].as_array().unwrap();
-    check_colours(image, palette, states["block_size"].as_u64().unwrap() as u32, legend);
-    for kind in ["Free", "Cached", "Held", "InTransfer"] {
-        assert!(legend.iter().any(|block| block["kind"] == kind), "{kind} is not in the legend: {legend:?}");
-    }
-}
-
-/// What the picture says of each state, and what the library counts.
-fn check_sums(states: &Value) {
-    let blocks = states["blocks"].as_array().unwrap();
-    let count = |kind: &str| blocks.iter().filter(|block| block["kind"] == kind).count() as u64;
-    let stats = &states["stats"];
-    for (kind, name) in
-        [("Free", "free"), ("Cached", "cached"), ("Held", "held"), ("InTransfer", "in_transfer")]
-    {
-        assert_eq!(Some(count(kind)), stats[name].as_u64(), "{name}: {stats}");
-    }
-    assert_eq!(Some(blocks.len() as u64), stats["num_blocks"].as_u64());
-    let owners = blocks.iter().map(|block| block["owners"].as_array().unwrap().len());
-    assert_eq!(Some(owners.filter(|&owners| owners > 1).count() as u64), stats["shared"].as_u64(), "{stats}");
-}
-
-/// A step of the script in which much is to be seen at once.
-const CROWDED_STEP: &str = "120";
-/// Blocks of a pool that is full by then.
-const CROWDED_BLOCKS: &str = "44";
-
-#[test]
-fn every_block_is_drawn_in_the_colours_of_its_state() {
-    let required = std::env::var("PAGED_KV_REQUIRE_ADAPTERS").unwrap_or_default();
-    let display = required.split(',').any(|name| name == "lavapipe").then(Display::open);
-    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
-    for theme in ["dark", "light"] {
-        let [picture, states] = ["png", "json"].map(|kind| folder.join(format!("residency-{theme}.{kind}")));
-        let [picture_name, states_name] = [&picture, &states].map(|path| path.to_str().unwrap());
-        let arguments = ["--theme", theme, "--blocks", CROWDED_BLOCKS, "--frames", CROWDED_STEP];
-        let files = ["--screenshot", picture_name, "--states", states_name];
-        let ended = run(display.as_ref(), &[&arguments[..], &files].concat());
-        assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
-        let image = Image::open(&picture);
-        let states: Value = serde_json::from_slice(&std::fs::read(&states).unwrap()).unwrap();
-        let palette = Palette::of(theme == "dark");
-        let blocks = states["blocks"].as_array().unwrap();
-        let marks = states["marks"].as_array().unwrap();
-        check_sums(&states);
-        check_colours(&image, &palette, states["block_size"].as_u64().unwrap() as u32, blocks);
-        check_marks(&image, &palette, blocks, marks);
-        check_legend(&image, &palette, &states);
-        let stats = &states["stats"];
-        let shows =
-            ["shared", "held", "cached", "host_in_use", "block_copies", "preemptions", "prefix_hit_tokens"];
-        for name in shows {
-            assert!(stats[name].as_u64().unwrap() > 0, "nothing of {name} is to be seen: {stats}");
-        }
-        println!(
-            "window: {} blocks as they are, {} of them shared, in the {theme} theme",
-            blocks.len(),
-            stats["shared"]
-        );
-    }
-    let ended = run(display.as_ref(), &["--block-size", "3", "--screenshot", "none.png", "--frames", "1"]);
-    let error = String::from_utf8(ended.stderr).unwrap();
-    assert!(!ended.status.success() && error.contains("block size"), "{error}");
 }

@@ -1,13 +1,13 @@
 //! Where everything is drawn, and what is clicked.
 
-use eframe::egui::{self, CentralPanel, ComboBox, Frame, Key, Margin, Panel, RichText, TextEdit, Ui};
+use eframe::egui::{self, CentralPanel, ComboBox, Frame, Key, Margin, Panel, Rect, RichText, TextEdit, Ui};
 use paged_kv::WaitReason;
 
 use super::{App, Stage};
 use crate::{
     chart,
     chat::letter,
-    chats_view,
+    chats_view::{self, Seen},
     look::{self, colour, weak},
     palette::Palette,
     panel::{self, Counters},
@@ -49,19 +49,16 @@ impl App {
                     bytes_per_token,
                     block_bytes,
                     step_rows: self.service.pace.rows,
+                    hidden_steps: self.hidden_steps,
                 };
                 panel::counters(ui, &palette, &counters);
                 panel::hints(ui, &palette);
             },
         );
-        Panel::bottom("chats").frame(bare(10)).show_separator_line(false).exact_size(CHATS_HEIGHT).show(
-            ui,
-            |ui| {
-                self.chats(ui, &palette, &snapshot);
-            },
-        );
+        let chats = Panel::bottom("chats").frame(bare(10)).show_separator_line(false);
+        let cards = chats.exact_size(CHATS_HEIGHT).show(ui, |ui| self.chats(ui, &palette, &snapshot)).inner;
         let middle = Frame { inner_margin: Margin { left: 10, right: 10, top: 0, bottom: 0 }, ..bare(0) };
-        CentralPanel::no_frame().frame(middle).show(ui, |ui| self.pool(ui, &palette, &snapshot));
+        CentralPanel::no_frame().frame(middle).show(ui, |ui| self.pool(ui, &palette, &snapshot, &cards));
     }
 
     fn header(&mut self, ui: &mut Ui, palette: &Palette) {
@@ -134,7 +131,7 @@ impl App {
         }
     }
 
-    fn pool(&mut self, ui: &mut Ui, palette: &Palette, snapshot: &Snapshot) {
+    fn pool(&mut self, ui: &mut Ui, palette: &Palette, snapshot: &Snapshot, cards: &[Rect]) {
         let now = self.now(ui.ctx());
         let marks: Vec<_> = self.service.marks.visible(now).collect();
         let cache = *self.service.scheduler().cache().config();
@@ -149,21 +146,26 @@ impl App {
         let drawn = view.show(ui, chart::HEIGHT + ui.spacing().item_spacing.y);
         chart::show(ui, palette, &self.service.history);
         if let (true, Some(picture)) = (self.is_frozen(), &mut self.picture) {
-            let shown = Shown { service: &self.service, snapshot, marks: &marks, drawn: &drawn, palette };
+            let hidden_steps = self.hidden_steps;
+            let service = &self.service;
+            let shown =
+                Shown { service, snapshot, marks: &marks, drawn: &drawn, cards, palette, hidden_steps };
             picture.take(ui.ctx(), &shown);
         }
     }
 
-    fn chats(&mut self, ui: &mut Ui, palette: &Palette, snapshot: &Snapshot) {
+    /// Returns where the cards are.
+    fn chats(&mut self, ui: &mut Ui, palette: &Palette, snapshot: &Snapshot) -> Vec<Rect> {
         Panel::bottom("draft").frame(Frame::new()).show_separator_line(false).show(ui, |ui| {
             ui.add_space(8.0);
             self.text_box(ui, palette);
         });
-        let (wish, pointed) = chats_view::show(ui, palette, self.service.chats(), snapshot);
+        let Seen { wish, pointed, cards } = chats_view::show(ui, palette, self.service.chats(), snapshot);
         self.chosen = pointed;
         if let Some(wish) = wish {
             self.wish(wish);
         }
+        cards
     }
 
     fn text_box(&mut self, ui: &mut Ui, palette: &Palette) {
