@@ -52,7 +52,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     // WGPU_ADAPTER_NAME choose the adapter, as in wgpu's own examples.
     let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env());
     let adapter = pollster::block_on(wgpu::util::initialize_adapter_from_env_or_default(&instance, None))
-        .map_err(|error| format!("{error}; README.md, Troubleshooting, says what to install"))?;
+        .map_err(|error| format!("{error}; docs/errors.md says what to install"))?;
     let (device, queue) = pollster::block_on(adapter.request_device(&wgpu::DeviceDescriptor {
         required_features: recommended_features(&adapter),
         required_limits: recommended_limits(&adapter, wgpu::Limits::default()),

@@ -403,7 +403,7 @@ impl CacheConfig {
         u64::from(self.max_sequences) * u64::from(self.table_entries()) * 4
     }
 
-    /// Bytes of all blocks and tables: what the cache takes on the device, step metadata and scratch apart.
+    /// Bytes of all blocks and tables: what the cache takes on the device, without step metadata and scratch.
     pub fn bytes_total(&self) -> u64 {
         // Checked when the value was made.
         u64::from(self.num_blocks) * self.bytes_per_block() + self.table_bytes()

@@ -1,3 +1,4 @@
+#![cfg_attr(feature = "wgpu", doc = include_str!("docs/links.md"))]
 #![cfg_attr(feature = "wgpu", doc = include_str!("../README.md"))]
 #![cfg_attr(
     not(feature = "wgpu"),
@@ -9,6 +10,8 @@ mod faults;
 
 mod cache;
 mod config;
+#[cfg(all(feature = "wgpu", any(doc, doctest)))]
+pub mod docs;
 mod error;
 #[cfg(feature = "wgpu")]
 mod gpu;

@@ -5,8 +5,8 @@
 //! cargo run --release --example device_report -- --check --json
 //! ```
 //!
-//! Whoever has a device that the README does not list as tested runs the first command, or better the second, and posts
-//! what it prints.
+//! On a device that docs/devices.md does not list as tested, run the first command, or better the second, and post what it
+//! prints.
 
 mod adapters;
 mod cases;
@@ -94,7 +94,7 @@ fn choose(options: &Options, facts: &[AdapterFacts]) -> Result<usize, String> {
     facts.iter().position(named).ok_or_else(|| {
         let labels: Vec<_> = facts.iter().map(|facts| facts.label.as_str()).collect();
         match labels.is_empty() {
-            true => "no adapter was found; README.md, Troubleshooting, says what to install".to_owned(),
+            true => "no adapter was found; docs/errors.md says what to install".to_owned(),
             false => {
                 format!("no adapter that computes has \"{part}\" in its name; found: {}", labels.join(", "))
             }

@@ -1,4 +1,4 @@
-//! A picture of the window, and beside it what the picture shows: for tests, and for the README.
+//! A picture of the window, and beside it what the picture shows: for tests, and for docs/residency.md.
 
 use std::{
     fs::File,

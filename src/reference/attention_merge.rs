@@ -7,7 +7,7 @@ use crate::schedule::MergeItem;
 /// Joins each item's partial results, all heads, and writes its row of `output` (`[num_query_heads, v_head_dim]`).
 ///
 /// A span's sum of values and sum of weights are scaled from the span's maximum to the largest of all, added, and divided:
-/// the softmax over the union of the keys, exactly but for rounding. A span that saw no key (sum of weights 0) counts as
+/// the softmax over the union of the keys, exactly except for rounding. A span that saw no key (sum of weights 0) counts as
 /// nothing; a row whose spans all saw none gives 0.
 ///
 /// # Panics

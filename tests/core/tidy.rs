@@ -34,7 +34,7 @@ fn floor(module: &str) -> u32 {
         "schedule" => 2,
         "reference" => 3,
         "gpu" => 4,
-        "lib" => 5,
+        "lib" | "docs" => 5,
         other => panic!("`{other}` has no floor: give it one in tests/core/tidy.rs and in ARCHITECTURE.md"),
     }
 }
@@ -146,28 +146,37 @@ fn nobody_climbs_out_of_a_folder() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
-/// What the library's sources include lies in folders that are packed as a whole.
+/// What the package's `include` list names: files, and folders that are packed as a whole.
+fn packed() -> Vec<PathBuf> {
+    let manifest = fs::read_to_string(root().join("Cargo.toml")).unwrap();
+    let list =
+        manifest.split("\ninclude = [").nth(1).and_then(|rest| rest.split(']').next()).expect("a list");
+    let names = list.split('"').skip(1).step_by(2).map(|name| root().join(name.trim_start_matches('/')));
+    names
+        .map(|path| path.canonicalize().unwrap_or_else(|error| panic!("{}: {error}", path.display())))
+        .collect()
+}
+
+/// What the sources include lies in the package.
 #[test]
 fn what_is_included_in_a_source_is_in_the_package() {
-    let (mut included, mut wrong) = (0, Vec::new());
+    let packed = packed();
+    let (mut found, mut wrong) = (Vec::new(), Vec::new());
     for (path, text) in sources("src") {
-        for (_, rest) in
-            text.match_indices("include_str!(\"").map(|(at, found)| text.split_at(at + found.len()))
-        {
+        for rest in text.split("include_str!(\"").skip(1) {
             let target = rest.split('"').next().unwrap_or_default();
             let full = root().join(&path).parent().unwrap().join(target).canonicalize();
-            let inside = full.as_ref().is_ok_and(|full| {
-                let packed =
-                    ["src", "shaders", "README.md"].map(|kept| root().join(kept).canonicalize().unwrap());
-                packed.iter().any(|kept| full.starts_with(kept))
-            });
-            included += 1;
+            let inside = full.as_ref().is_ok_and(|full| packed.iter().any(|kept| full.starts_with(kept)));
             if !inside {
                 wrong.push(format!("{}: {target}", path.display()));
             }
+            found.push(target.to_owned());
         }
     }
-    assert!(wrong.is_empty() && included > 0, "{included} found; not packed: {wrong:#?}");
+    assert!(wrong.is_empty(), "not packed: {wrong:#?}");
+    for known in ["../README.md", "docs/links.md", "../docs/embedding.md", "../ARCHITECTURE.md"] {
+        assert!(found.iter().any(|target| target == known), "{known} is not found among {found:?}");
+    }
 }
 
 #[test]
@@ -225,41 +234,149 @@ fn every_cited_invariant_is_listed_in_the_architecture() {
     assert!(rare.is_empty() || rare == [14], "nobody cites {rare:?}");
 }
 
-#[test]
-fn every_test_that_is_said_to_hold_an_invariant_exists() {
-    let listed =
-        fs::read_to_string(root().join("ARCHITECTURE.md")).expect("ARCHITECTURE.md lists the invariants");
-    let tests = ["tests/core", "tests/gpu", "src"].into_iter().flat_map(sources);
+/// A section of ARCHITECTURE.md.
+fn architecture(section: &str) -> String {
+    let text = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
+    let mut sections = text.split("\n## ").filter(|text| text.starts_with(section));
+    sections.next().unwrap_or_else(|| panic!("ARCHITECTURE.md has a section {section}")).to_owned()
+}
+
+/// The items of a list in Markdown, each on one line.
+fn items(text: &str) -> Vec<String> {
+    let mut items: Vec<String> = Vec::new();
+    let mut inside = false;
+    for line in text.lines() {
+        match (line.strip_prefix("- "), line.strip_prefix("  "), items.last_mut()) {
+            (Some(first), ..) => items.push(first.to_owned()),
+            (None, Some(more), Some(item)) if inside => {
+                item.push(' ');
+                item.push_str(more.trim_start());
+            }
+            _ => {}
+        }
+        inside = line.starts_with("- ") || (inside && line.starts_with("  "));
+    }
+    items
+}
+
+/// What stands between backticks.
+fn quoted(text: &str) -> impl Iterator<Item = &str> {
+    text.split('`').skip(1).step_by(2)
+}
+
+/// Fails unless every item ends by naming tests, and all of them exist.
+fn assert_tests_exist(items: &[String]) {
+    let tests = ["tests/core", "tests/gpu", "src", "examples/tests"].into_iter().flat_map(sources);
     let tests: String = tests.map(|(_, text)| text).collect();
-    let mut rows = 0;
-    for row in listed.lines().filter(|line| line.starts_with("| I") && line.ends_with('|')) {
-        rows += 1;
-        let column = row.trim_end_matches('|').rsplit('|').next().unwrap_or("");
-        let names: Vec<&str> = column.split('`').skip(1).step_by(2).collect();
-        assert!(!names.is_empty(), "no test holds {row}");
-        for name in names.into_iter().filter(|&name| name != "properties") {
-            assert!(tests.contains(&format!("fn {name}")), "there is no test {name}");
+    for item in items {
+        let (_, named) = item.rsplit_once("Tests: ").unwrap_or_else(|| panic!("no test holds: {item}"));
+        assert!(named.contains('`'), "no test holds: {item}");
+        for name in quoted(named).filter(|&name| name != "properties") {
+            assert!(tests.contains(&format!("fn {name}(")), "there is no test {name}");
         }
     }
-    assert_eq!(rows, 14);
+}
+
+#[test]
+fn every_test_that_is_said_to_hold_an_invariant_exists() {
+    let section = architecture("Invariants");
+    let rows = section.lines().filter(|line| line.starts_with("| I"));
+    let listed: Vec<&str> = rows.filter_map(|row| row.split('|').nth(1)).map(str::trim).collect();
+    let held: Vec<String> = items(&section).into_iter().filter(|item| item.starts_with('I')).collect();
+    let numbers: Vec<&str> = held.iter().filter_map(|item| item.split('.').next()).collect();
+    assert_eq!(listed, (1..=14).map(|number| format!("I{number}")).collect::<Vec<_>>());
+    assert_eq!(listed, numbers, "the table and the list below it");
+    assert_tests_exist(&held);
 }
 
 #[test]
 fn every_test_that_is_said_to_inject_a_device_fault_exists() {
-    let text = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
-    let section = text.split("\n## ").find(|section| section.starts_with("Device faults")).unwrap();
-    let tests = ["tests/core", "tests/gpu", "src", "examples/tests"].into_iter().flat_map(sources);
-    let tests: String = tests.map(|(_, text)| text).collect();
-    let rows: Vec<&str> = section.lines().filter(|line| line.starts_with("| ")).skip(1).collect();
-    assert!(rows.len() > 10);
-    for row in rows {
-        let column = row.trim_end_matches('|').rsplit('|').next().unwrap_or("");
-        let names: Vec<&str> = column.split('`').skip(1).step_by(2).collect();
-        assert!(!names.is_empty(), "no test injects {row}");
-        for name in names.into_iter().filter(|&name| name != "properties") {
-            assert!(tests.contains(&format!("fn {name}")), "there is no test {name}");
+    let faults = items(&architecture("Device faults"));
+    assert!(faults.len() > 10);
+    assert_tests_exist(&faults);
+}
+
+/// Names of all functions that are called after a fault of others: `b37_…`.
+fn tests_of_cases() -> Vec<String> {
+    let mut names = Vec::new();
+    for (_, text) in ["tests", "src", "examples", "benches"].into_iter().flat_map(sources) {
+        for rest in text.split("fn b").skip(1) {
+            let name = word(rest);
+            let digits = name.chars().take_while(char::is_ascii_digit).count();
+            if digits == 2 && name[digits..].starts_with('_') {
+                names.push(format!("b{name}"));
+            }
         }
     }
+    names
+}
+
+#[test]
+fn every_fault_of_others_that_a_test_is_named_after_is_listed() {
+    let list = fs::read_to_string(root().join("tests/cases.md")).unwrap();
+    let tests = tests_of_cases();
+    let listed: Vec<&str> = list.split("\n## ").skip(1).filter_map(|case| case.split(':').next()).collect();
+    assert!(listed.is_sorted_by(|one, other| one < other), "cases stand in order, each once: {listed:?}");
+    let missing: Vec<&String> = tests.iter().filter(|name| !listed.contains(&&name[..3])).collect();
+    assert!(missing.is_empty() && tests.len() > 50, "tests/cases.md does not list the fault of {missing:?}");
+    for case in list.split("\n## ").skip(1) {
+        assert!(
+            case.contains("\n- Seen in ") && case.contains("\n- Right: "),
+            "where, and what is right: {case}"
+        );
+        for name in
+            items(case).iter().filter(|item| item.starts_with("Tests: ")).flat_map(|item| quoted(item))
+        {
+            assert!(name.starts_with(&case[..3]), "{name} belongs to another case than {}", &case[..3]);
+            assert!(tests.iter().any(|test| test == name), "there is no test {name}");
+        }
+    }
+}
+
+/// What is written for people, by path: the documents, and the list of cases.
+fn documents() -> Vec<(PathBuf, String)> {
+    let pages = fs::read_dir(root().join("docs")).unwrap().map(|entry| entry.unwrap().path());
+    let files = ["README.md", "ARCHITECTURE.md", "tests/cases.md"].map(|name| root().join(name));
+    let documents = files.into_iter().chain(pages);
+    documents.map(|path| (path.clone(), fs::read_to_string(path).unwrap())).collect()
+}
+
+#[test]
+fn documents_have_no_line_above_200_characters_and_the_front_page_1500_words() {
+    let mut long = Vec::new();
+    for (path, text) in documents() {
+        let lines = text.lines().enumerate().filter(|(_, line)| line.chars().count() > 200);
+        long.extend(lines.map(|(at, _)| format!("{}:{}", path.display(), at + 1)));
+    }
+    assert!(long.is_empty(), "{long:#?}");
+    let words = fs::read_to_string(root().join("README.md")).unwrap().split_whitespace().count();
+    assert!(words <= 1500, "README.md has {words} words");
+}
+
+/// Every page begins with the question that it answers, and every link leads somewhere.
+#[test]
+fn pages_begin_with_a_question_and_their_links_lead_to_files() {
+    let links = fs::read_to_string(root().join("src/docs/links.md")).unwrap();
+    let mut wrong = Vec::new();
+    for (path, text) in documents() {
+        let folder = path.parent().unwrap();
+        let question = text.split("\n\n").nth(1).is_some_and(|first| first.ends_with('?'));
+        if path.starts_with(root().join("docs")) && !question {
+            wrong.push(format!("{} begins with no question", path.display()));
+        }
+        for (name, target) in text.lines().filter_map(|line| line.strip_prefix('[')?.split_once("]: ")) {
+            if target.contains("://") {
+                continue;
+            }
+            if !folder.join(target).is_file() {
+                wrong.push(format!("{}: {target} is no file", path.display()));
+            }
+            if !links.contains(&format!("[{name}]: ")) {
+                wrong.push(format!("{}: [{name}] leads nowhere in rustdoc", path.display()));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
 /// Numbers of all invariants cited: an `I` and one or two digits that stand as a word of their own.
@@ -296,29 +413,27 @@ fn error_variants() -> Vec<String> {
 }
 
 #[test]
-fn the_readme_says_what_to_do_about_every_error() {
+fn the_documents_say_what_to_do_about_every_error() {
     let variants = error_variants();
     for known in
         ["ConfigError::Zero", "RequestError::EmptyPrompt", "CommitError::Cache", "RecordError::TooManyRows"]
     {
         assert!(variants.iter().any(|variant| variant == known), "{known} is not found in the sources");
     }
-    let readme = fs::read_to_string(root().join("README.md")).unwrap();
-    let section =
-        readme.split("\n## ").find(|section| section.starts_with("Troubleshooting")).expect("a section");
-    let rows = section.lines().filter(|line| line.starts_with("| `"));
+    let page = fs::read_to_string(root().join("docs/errors.md")).unwrap();
     let mut listed: Vec<String> = Vec::new();
-    for row in rows {
-        let cells: Vec<&str> = row.trim_matches('|').split(" | ").collect();
-        assert!(cells.len() == 3 && cells.iter().all(|cell| cell.trim().len() > 2), "three cells: {row}");
-        listed.extend(cells[0].split('`').skip(1).step_by(2).map(str::to_owned));
+    for item in items(&page).iter().filter(|item| item.starts_with('`') && item.contains("Error::")) {
+        let (names, rest) = item.split_once("`: ").unwrap_or_else(|| panic!("names, then a colon: {item}"));
+        let (meaning, advice) = rest.split_once("*Do:* ").unwrap_or_else(|| panic!("no advice: {item}"));
+        assert!(meaning.len() > 2 && advice.len() > 2, "what it means and what to do: {item}");
+        listed.extend(quoted(names).map(str::to_owned));
     }
     listed.sort();
     let missing: Vec<_> = variants.iter().filter(|variant| !listed.contains(variant)).collect();
-    assert!(missing.is_empty(), "Troubleshooting in README.md has no row for {missing:?}");
+    assert!(missing.is_empty(), "docs/errors.md says nothing of {missing:?}");
     let gone: Vec<_> = listed.iter().filter(|name| !variants.contains(name)).collect();
-    assert!(gone.is_empty(), "Troubleshooting in README.md explains {gone:?}, which do not exist");
-    assert!(listed.is_sorted_by(|one, other| one < other), "an error has two rows");
+    assert!(gone.is_empty(), "docs/errors.md explains {gone:?}, which do not exist");
+    assert!(listed.is_sorted_by(|one, other| one < other), "an error stands there twice");
 }
 
 #[test]

@@ -1,0 +1,27 @@
+//! Pages that answer one question each; the repository has them as files.
+//!
+//! In the repository, the links of a page lead to files, and here to pages: `docs/links.md` beside this file comes before
+//! each page, and of two definitions of a link Markdown takes the first. The pictures are not in the package; once the
+//! project has a public address, that file is the one place to put it. (crates.io takes it from `repository` in Cargo.toml.)
+
+macro_rules! pages {
+    ($($name:ident: $text:expr,)+) => {
+        $(#[doc = include_str!("docs/links.md")]
+        #[doc = $text]
+        pub mod $name {})+
+    };
+}
+
+pages! {
+    embedding: include_str!("../docs/embedding.md"),
+    sizing: include_str!("../docs/sizing.md"),
+    residency: include_str!("../docs/residency.md"),
+    prefix_cache: include_str!("../docs/prefix-cache.md"),
+    errors: include_str!("../docs/errors.md"),
+    devices: include_str!("../docs/devices.md"),
+    comparison: include_str!("../docs/comparison.md"),
+    traffic: include_str!("../docs/traffic.md"),
+    architecture: include_str!("../ARCHITECTURE.md"),
+    measurements: include_str!("../benches/RESULTS.md"),
+    changelog: include_str!("../CHANGELOG.md"),
+}
