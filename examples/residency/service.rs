@@ -324,7 +324,7 @@ impl Service {
         let Some(chat) = &mut self.chats[slot] else { return };
         if let (Phase::Answering, Some(tokens)) = (&chat.phase, self.scheduler.tokens(chat.sequence())) {
             chat.phase = Phase::Stopped(tokens.to_vec());
-            self.scheduler.abort(chat.request);
+            self.scheduler.abort(chat.request).expect("a request of this scheduler");
         }
     }
 
@@ -332,7 +332,7 @@ impl Service {
     pub(crate) fn close(&mut self, slot: usize) {
         if let Some(chat) = &mut self.chats[slot] {
             chat.phase = Phase::Closing;
-            self.scheduler.abort(chat.request);
+            self.scheduler.abort(chat.request).expect("a request of this scheduler");
             self.clear_if_gone(slot);
         }
     }

@@ -4,8 +4,8 @@
 use std::collections::{BTreeSet, VecDeque};
 
 use paged_kv::{
-    Admission, CacheConfig, Error, PreemptionMode, Priority, Request, RequestId, RowResult, Schedule,
-    Scheduler, SchedulerConfig, SequenceId, StepEvent, StepPlan, TransferReport, WaitReason,
+    Admission, CacheConfig, Error, FinishReason, PreemptionMode, Priority, Request, RequestId, RowResult,
+    Schedule, Scheduler, SchedulerConfig, SequenceId, StepEvent, StepPlan, TransferReport, WaitReason,
 };
 
 use crate::generator::{END, Job, Traffic};
@@ -207,7 +207,8 @@ impl<'a> Paging<'a> {
                     self.crowd.running.insert(sequence);
                     told.push(Told::Token { job: self.crowd.find(sequence.request()).job });
                 }
-                StepEvent::Finished { sequence, .. } => {
+                // Of those that were aborted nobody waits for the end.
+                StepEvent::Finished { sequence, reason, .. } if reason != FinishReason::Aborted => {
                     let job = self.crowd.find(sequence.request()).job;
                     if self.crowd.end(sequence) {
                         told.push(Told::Finished { job });
@@ -271,7 +272,7 @@ impl Server for Paging<'_> {
 
     fn cancel(&mut self, job: usize) {
         if let Some(id) = self.crowd.cancel(job) {
-            self.scheduler.abort(id);
+            self.scheduler.abort(id).expect("an id of this scheduler");
             self.changed = true;
         }
     }

@@ -89,7 +89,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "rows of no elements")]
     fn rows_have_elements() {
-        drop(compare(&[], &[], 0, 0.0));
+        _ = compare(&[], &[], 0, 0.0);
     }
 
     #[test]

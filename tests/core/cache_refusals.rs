@@ -205,15 +205,14 @@ fn addresses_that_a_layout_does_not_have_are_refused_with_both_numbers() {
     assert_eq!((arena.num_arenas(), arena.layers_in(1), arena.arena_of(2)), (2, 1, (1, 0)));
     let last = arena.row_word(1, KvPart::V, 4, 1, 3);
     assert_eq!(last + 8, arena.arena_bytes(0) / 4, "the last row of the first arena");
-    let row = |layer, block, kv_head, slot| {
-        panic_of(|| drop(arena.row_word(layer, KvPart::K, block, kv_head, slot)))
-    };
+    let row =
+        |layer, block, kv_head, slot| panic_of(|| _ = arena.row_word(layer, KvPart::K, block, kv_head, slot));
     assert_eq!(row(3, 0, 0, 0), "layer 3 of 3");
     assert_eq!(row(0, 5, 0, 0), "block 5 of 5");
     assert_eq!(row(0, 0, 2, 0), "kv head 2 of 2");
     assert_eq!(row(0, 0, 0, 4), "slot 4 of 4");
-    assert_eq!(panic_of(|| drop(arena.layers_in(2))), "arena 2 of 2");
-    assert_eq!(panic_of(|| drop(arena.arena_bytes(u32::MAX))), "arena 4294967295 of 2");
+    assert_eq!(panic_of(|| _ = arena.layers_in(2)), "arena 2 of 2");
+    assert_eq!(panic_of(|| _ = arena.arena_bytes(u32::MAX)), "arena 4294967295 of 2");
 
     let zero = |field| Err(ConfigError::Zero { field });
     assert_eq!(ArenaLayout::new(*config.layout(), 0, 1), zero("num_blocks"));
