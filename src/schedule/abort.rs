@@ -78,7 +78,7 @@ impl Scheduler {
             record.pending_samples.iter().filter(|sample| !record.aborted_samples.contains(sample));
         let first = alive.next().copied();
         let planned = record.planned_rows > 0;
-        self.releases += 1;
+        self.ledger.note_given_up();
         if !planned {
             self.tell_aborted(carrier, sample);
         }
@@ -100,7 +100,7 @@ impl Scheduler {
         if self.get(index).aborted_samples.is_empty() {
             return false;
         }
-        self.releases += 1;
+        self.ledger.note_given_up();
         for sample in std::mem::take(&mut self.get_mut(index).aborted_samples) {
             let sequence = self.get_mut(index);
             sequence.pending_samples.retain(|&pending| pending != sample);
@@ -128,6 +128,6 @@ impl Scheduler {
     pub(super) fn tell_aborted(&mut self, carrier: Index, sample: u32) {
         let carrier = self.get(carrier);
         let (sequence, preemptions) = (carrier.id.request().sample(sample), carrier.preemptions);
-        self.tell(StepEvent::Finished { sequence, reason: FinishReason::Aborted, preemptions });
+        self.events.push(StepEvent::Finished { sequence, reason: FinishReason::Aborted, preemptions });
     }
 }

@@ -20,9 +20,7 @@ impl Scheduler {
     pub fn commit(&mut self, plan: StepPlan, results: &[RowResult]) -> Result<&[StepEvent], CommitError> {
         self.cache.check_plan(&plan)?;
         check_results(&plan, results)?;
-        if std::mem::take(&mut self.events_are_told) {
-            self.events.clear();
-        }
+        self.events.forget_told();
         self.cache.finish_step();
         self.resolve_forks();
         let mut first = 0;
@@ -45,8 +43,7 @@ impl Scheduler {
         let waste = self.cache.stats().tail_waste_tokens;
         self.stats.tail_waste_tokens_peak = self.stats.tail_waste_tokens_peak.max(waste);
         self.cache.check_poison()?;
-        self.events_are_told = true;
-        Ok(&self.events)
+        Ok(self.events.tell())
     }
 
     fn commit_sequence(&mut self, index: Index, answers: Answers<'_>) {
@@ -144,7 +141,7 @@ impl Scheduler {
         } else {
             (!sequence.wants_token()).then(|| full_reason(sequence))
         };
-        self.tell(event);
+        self.events.push(event);
         self.stats.generated_tokens += 1;
         reason
     }
@@ -264,7 +261,7 @@ impl Scheduler {
             self.tell_ended(index);
         } else {
             let Sequence { id: sequence, preemptions, .. } = *self.get(index);
-            self.tell(StepEvent::Finished { sequence, reason, preemptions });
+            self.events.push(StepEvent::Finished { sequence, reason, preemptions });
         }
         if reason == FinishReason::Invalid && !fault!(InvalidRemembered) {
             self.forget_blocks(index);
@@ -283,7 +280,7 @@ impl Scheduler {
         sequence.state = State::Kept;
         sequence.lacking = None;
         sequence.kept_as = kept_as;
-        self.releases += 1;
+        self.ledger.note_given_up();
         self.kept.insert(kept_as, index);
         self.settle(index);
     }

@@ -67,7 +67,7 @@ impl Scheduler {
         assert!(self.running.iter().map(place).is_sorted(), "running sequences are out of order");
         self.assert_line_consistent();
         let protected = self.running.iter().filter(|&&index| self.get(index).protected).count();
-        assert_eq!(protected as u32, self.num_protected, "I9: protected sequences are miscounted");
+        assert_eq!(protected as u32, self.ledger.num_protected(), "I9: protected sequences are miscounted");
         if self.config.admission == Admission::Guaranteed {
             self.assert_promises_counted();
             let broken = self.check_promise(None).err();

@@ -43,7 +43,7 @@ impl Scheduler {
         self.matched.index = None;
         self.resume_at = None;
         self.closed_at = None;
-        self.releases += 1;
+        self.ledger.note_given_up();
         self.promise_again(records);
     }
 

@@ -156,7 +156,7 @@ impl Scheduler {
         let out = |&index: &Index| self.blocks_returning(index) > 0;
         let back: Vec<Index> = self.running.iter().copied().filter(out).collect();
         for index in back {
-            self.untell_admitted(index);
+            self.events.take_back_admission(self.get(index).id);
             self.requeue(index);
         }
     }
@@ -269,7 +269,7 @@ impl Scheduler {
 
     /// The first in line, and how much was given up so far: what could let it in.
     fn door(&self) -> Option<(Place, u64)> {
-        let given_up = self.releases + self.cache.num_expirations();
+        let given_up = self.ledger.given_up() + self.cache.num_expirations();
         self.line.first().map(|first| (self.get(first).place(), given_up))
     }
 

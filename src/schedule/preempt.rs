@@ -59,7 +59,7 @@ impl Scheduler {
             self.count_losses();
         }
         if !reports.is_empty() {
-            self.releases += 1;
+            self.ledger.note_given_up();
         }
     }
 
@@ -105,7 +105,7 @@ impl Scheduler {
         sequence.preemptions += 1;
         let sequence = sequence.id;
         self.stats.preemptions += 1;
-        self.tell(StepEvent::Preempted { sequence, how, why });
+        self.events.push(StepEvent::Preempted { sequence, how, why });
         self.requeue(index);
     }
 
@@ -113,7 +113,7 @@ impl Scheduler {
         let (swap, why) = self.prefers_swap(index, spared);
         if let Some(table) = self.get(index).table.filter(|_| swap) {
             if let Ok(blocks) = self.cache.swap_out(table, spared) {
-                self.releases += 1;
+                self.ledger.note_given_up();
                 self.stats.swaps_out += 1;
                 return (Preemption::Swapped { blocks }, why);
             }

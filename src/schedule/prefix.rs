@@ -103,16 +103,7 @@ impl Scheduler {
     pub(super) fn tell_admitted(&mut self, index: Index) {
         let sequence = self.get(index);
         let event = StepEvent::Admitted { sequence: sequence.id, prefix: sequence.prefix };
-        self.tell(event);
-    }
-
-    /// Takes back that a sequence was let in: by a step that was dropped, before it was told.
-    pub(super) fn untell_admitted(&mut self, index: Index) {
-        let id = self.get(index).id;
-        if !self.events_are_told {
-            self.events
-                .retain(|event| !matches!(event, StepEvent::Admitted { sequence, .. } if *sequence == id));
-        }
+        self.events.push(event);
     }
 
     /// Lets others find a sequence's full blocks, as far as they are confirmed.
@@ -134,7 +125,7 @@ impl Scheduler {
             && self.cache.registered_blocks(table) > registered
         {
             // Those that were refused may find an equal prompt now.
-            self.releases += 1;
+            self.ledger.note_given_up();
             self.wake_those_behind(index);
         }
     }

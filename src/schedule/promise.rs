@@ -26,15 +26,14 @@ impl Scheduler {
         let sequence = self.get_mut(index);
         let before = std::mem::replace(&mut sequence.promise, most);
         let table = sequence.table;
-        self.promised_maxima -= before.unwrap_or(0);
-        self.promised_maxima += most.unwrap_or(0);
+        self.ledger.replace_promise(before, most);
         if let Some(table) = table {
             self.cache.set_promised(table, promised);
         }
         if promised {
             self.note_tail(index);
         } else {
-            self.shared_tails.remove(&index);
+            self.ledger.forget_shared_tail(index);
         }
     }
 
@@ -50,14 +49,14 @@ impl Scheduler {
         let sequence = self.get(index);
         let is_open = sequence.table.is_some_and(|table| self.cache.has_open_tail(table));
         if sequence.is_promised() && is_open {
-            self.shared_tails.insert(index);
+            self.ledger.note_shared_tail(index);
         }
     }
 
     /// Forgets those last blocks that are not, and cannot come to be, others' as well.
     pub(super) fn forget_own_tails(&mut self) {
-        let Self { shared_tails, records, cache, .. } = self;
-        shared_tails.retain(|&index| {
+        let Self { ledger, records, cache, .. } = self;
+        ledger.keep_shared_tails(|&index| {
             let table = records[index].as_ref().and_then(|sequence| sequence.table);
             table.is_some_and(|table| cache.has_open_tail(table))
         });
@@ -68,7 +67,7 @@ impl Scheduler {
     pub(super) fn check_promise(&self, considered: Option<Index>) -> Result<(), RequestError> {
         let available = self.cache.config().num_blocks();
         let mut needed = self.promised_blocks(considered, false);
-        if !self.late_cuts.is_empty() {
+        if self.ledger.late_cuts().len() > 0 {
             needed = needed.max(self.promised_blocks(considered, true));
         }
         if needed > available { Err(RequestError::PromiseExceeded { needed, available }) } else { Ok(()) }
@@ -88,10 +87,10 @@ impl Scheduler {
     /// O(sequences in the outstanding step that are cut, pending forks, shared last blocks, and blocks of all these and of
     /// what was found for the sequence at the door).
     pub(super) fn promised_blocks(&self, considered: Option<Index>, later: bool) -> u32 {
-        let mut maxima = self.promised_maxima;
+        let mut maxima = self.ledger.promised_maxima();
         let mut changes: Vec<Change> = Vec::new();
         let mut cuts: Vec<(Index, u32)> = Vec::new();
-        let cut = self.late_cuts.iter().copied().filter(|_| later).chain(considered);
+        let cut = self.ledger.late_cuts().filter(|_| later).chain(considered);
         for index in cut.filter(|&index| self.is_to_be_cut(index) && self.get(index).is_promised()) {
             let sequence = self.get(index);
             let end = sequence.truncating.map_or(u32::MAX, |len| len - 1);
@@ -150,7 +149,7 @@ impl Scheduler {
     /// Copies of shared last blocks that promised sequences will ask for, as they are cut and after `changes`.
     fn promised_copies(&self, cuts: &[(Index, u32)], changes: &[Change]) -> u64 {
         let mut tails: Vec<BlockId> = Vec::new();
-        for &index in &self.shared_tails {
+        for index in self.ledger.shared_tails() {
             if cuts.iter().all(|cut| cut.0 != index) {
                 tails.extend(self.tail_within(index, u32::MAX));
             }
@@ -227,7 +226,7 @@ impl Scheduler {
 
     /// Blocks that protected sequences may still need and nobody else may take.
     pub(super) fn reserved_blocks(&self) -> u32 {
-        if self.num_protected == 0 {
+        if self.ledger.num_protected() == 0 {
             return 0;
         }
         let protected =

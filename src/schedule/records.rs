@@ -2,7 +2,7 @@
 
 use crate::error::RequestError;
 use crate::ids::{RequestId, SequenceId, TableId, TokenId};
-use crate::schedule::request::{PrefixReport, Priority, Request, StepEvent};
+use crate::schedule::request::{PrefixReport, Priority, Request};
 use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::{Counted, Sequence, State};
 
@@ -120,7 +120,7 @@ impl Scheduler {
         if let Some(order) = self.get(index).fork.and_then(|fork| fork.order) {
             self.pending_forks.remove(&order);
         }
-        self.late_cuts.remove(&index);
+        self.ledger.forget_late_cut(index);
         self.unprotect(index);
         self.set_promised(index, false);
         self.release_table(index);
@@ -159,7 +159,7 @@ impl Scheduler {
         while let Some(woken) = self.line.wake_one(index) {
             let woken = self.get_mut(woken);
             (woken.behind, woken.lacking) = (None, None);
-            self.releases += 1;
+            self.ledger.note_given_up();
         }
     }
 
@@ -174,7 +174,7 @@ impl Scheduler {
     }
 
     pub(super) fn release_table(&mut self, index: Index) {
-        self.releases += 1;
+        self.ledger.note_given_up();
         let sequence = self.get_mut(index);
         sequence.computed = 0;
         sequence.confirmed = 0;
@@ -187,13 +187,13 @@ impl Scheduler {
 
     pub(super) fn protect(&mut self, index: Index) {
         self.get_mut(index).protected = true;
-        self.num_protected += 1;
+        self.ledger.note_protected(true);
         self.recount(index);
     }
 
     pub(super) fn unprotect(&mut self, index: Index) {
         if std::mem::take(&mut self.get_mut(index).protected) {
-            self.num_protected -= 1;
+            self.ledger.note_protected(false);
             self.recount(index);
         }
     }
@@ -285,14 +285,6 @@ impl Scheduler {
             sequence.confirmed = sequence.confirmed.min(fork.at);
             sequence.high_water = fork.at;
         }
-    }
-
-    /// Adds an event to those of the next commit.
-    pub(super) fn tell(&mut self, event: StepEvent) {
-        if std::mem::take(&mut self.events_are_told) {
-            self.events.clear();
-        }
-        self.events.push(event);
     }
 
     pub(super) fn get(&self, index: Index) -> &Sequence {

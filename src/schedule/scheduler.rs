@@ -9,15 +9,15 @@ use crate::cache::KvCache;
 use crate::config::CacheConfig;
 use crate::error::{Error, RequestError};
 use crate::ids::{RequestId, SequenceId, TokenId};
+use crate::schedule::events::Events;
+use crate::schedule::ledger::Ledger;
 use crate::schedule::line::Line;
 use crate::schedule::preempt::FoundAgain;
 use crate::schedule::prefix::Matched;
-use crate::schedule::request::{
-    Admission, Priority, Rates, Request, SchedulerConfig, SchedulerStats, StepEvent,
-};
+use crate::schedule::request::{Admission, Priority, Rates, Request, SchedulerConfig, SchedulerStats};
 use crate::schedule::sequence::{Counted, PendingFork, Place, Sequence, State};
 use crate::schedule::step_plan::StepPlan;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 /// Index of a sequence's record.
 pub(super) type Index = usize;
@@ -60,35 +60,24 @@ pub struct Scheduler {
     pub(super) kept: BTreeMap<u64, Index>,
     /// Sequences of the outstanding plan, in its order.
     pub(super) planned: Vec<Index>,
-    /// Those of them that are cut when the step ends.
-    pub(super) late_cuts: BTreeSet<Index>,
     /// Sequences whose table is forked when the outstanding step ends, in the order in which they came.
     pub(super) pending_forks: BTreeMap<u64, Index>,
     pub(super) spare_plan: StepPlan,
     pub(super) order: Vec<Index>,
     /// Rows that each prompt being read may have in the step that is planned.
     pub(super) shares: Vec<(Index, u32)>,
-    pub(super) events: Vec<StepEvent>,
-    /// The events have been returned by a commit.
-    pub(super) events_are_told: bool,
+    pub(super) events: Events,
     /// What the prefix cache has for the sequence at the door.
     pub(super) matched: Matched,
     pub(super) rates: Option<Rates>,
     pub(super) found_again: FoundAgain,
     /// The step that is planned has no rows yet, and nobody finds room by usual means.
     pub(super) last_resort: bool,
-    /// Whom the last step left outside, and the releases until then: nobody else is let in before more return.
+    /// The sequence that the last step left outside, and what had been given up by then: until more is, no other is let in.
     pub(super) closed_at: Option<(Place, u64)>,
     /// Where the budget ran out among decoding sequences: the next step begins with this place.
     pub(super) resume_at: Option<Place>,
-    /// Protected sequences among those that run.
-    pub(super) num_protected: u32,
-    /// Grows whenever a sequence gives something up: blocks, a table, or the need for them.
-    pub(super) releases: u64,
-    /// Blocks that all promised sequences have at their declared maximum, shared ones counted for each.
-    pub(super) promised_maxima: u64,
-    /// Promised sequences whose last block may be others', too.
-    pub(super) shared_tails: BTreeSet<Index>,
+    pub(super) ledger: Ledger,
     /// Sums over sequences in line and running.
     pub(super) sums: Counted,
     /// Running records of each class.
@@ -122,23 +111,18 @@ impl Scheduler {
             line: Line::default(),
             kept: BTreeMap::new(),
             planned: Vec::new(),
-            late_cuts: BTreeSet::new(),
             pending_forks: BTreeMap::new(),
             spare_plan: StepPlan::default(),
             order: Vec::new(),
             shares: Vec::new(),
-            events: Vec::new(),
-            events_are_told: false,
+            events: Events::default(),
             matched: Matched::default(),
             rates: None,
             found_again: FoundAgain::default(),
             last_resort: false,
             closed_at: None,
             resume_at: None,
-            num_protected: 0,
-            releases: 0,
-            promised_maxima: 0,
-            shared_tails: BTreeSet::new(),
+            ledger: Ledger::default(),
             sums: Counted::default(),
             running_of_class: [0; Priority::COUNT],
             next_kept: 0,
@@ -313,7 +297,7 @@ impl Scheduler {
         }
         if self.get(parent).is_promised() {
             // Its last block is about to be shared.
-            self.shared_tails.insert(parent);
+            self.ledger.note_shared_tail(parent);
         }
         if self.get(parent).planned_rows == 0 {
             self.resolve_fork(index);
@@ -405,9 +389,9 @@ impl Scheduler {
         let sequence = self.get_mut(index);
         sequence.truncating = len;
         if len.is_some() && sequence.planned_rows > 0 {
-            self.late_cuts.insert(index);
+            self.ledger.note_late_cut(index);
         } else {
-            self.late_cuts.remove(&index);
+            self.ledger.forget_late_cut(index);
         }
     }
 
@@ -416,7 +400,7 @@ impl Scheduler {
         let block_size = self.cache.config().block_size();
         let sequence = self.get_mut(index);
         let Some(len) = sequence.truncating.take() else { return };
-        self.late_cuts.remove(&index);
+        self.ledger.forget_late_cut(index);
         let sequence = self.get_mut(index);
         sequence.tokens.truncate(len as usize);
         sequence.input_len = sequence.input_len.min(len);
@@ -435,7 +419,7 @@ impl Scheduler {
             let cut = self.cache.truncate(table, computed);
             debug_assert!(cut.is_ok(), "a table that no step writes through is cut: {cut:?}");
         }
-        self.releases += 1;
+        self.ledger.note_given_up();
         self.renew_promise(index);
         self.recount(index);
         self.wake_those_behind(index);

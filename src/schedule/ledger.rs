@@ -1,0 +1,90 @@
+//! The ledger: what sequences are owed, in sums and short lists, so that no question about it walks all sequences.
+//!
+//! It owns the sum of what promised sequences have at their declared maximum, and which of them have a last block that may
+//! be others' as well or are cut when the outstanding step ends (I8); how many are protected from preemption (I9); and a
+//! count that grows with everything that could let in a sequence which was refused.
+//!
+//! It knows indices of records, and neither sequences nor the cache: the scheduler tells it what changes.
+
+use crate::schedule::scheduler::Index;
+use std::collections::BTreeSet;
+
+#[derive(Debug, Default)]
+pub(super) struct Ledger {
+    maxima: u64,
+    shared_tails: BTreeSet<Index>,
+    late_cuts: BTreeSet<Index>,
+    num_protected: u32,
+    given_up: u64,
+}
+
+impl Ledger {
+    // Promises.
+
+    /// A sequence's promise takes the place of another one: blocks at its declared maximum, or none.
+    pub(super) fn replace_promise(&mut self, before: Option<u64>, now: Option<u64>) {
+        self.maxima -= before.unwrap_or(0);
+        self.maxima += now.unwrap_or(0);
+    }
+
+    /// Blocks that all promised sequences have at their declared maximum, shared ones counted for each.
+    pub(super) fn promised_maxima(&self) -> u64 {
+        self.maxima
+    }
+
+    /// The last block of a promised sequence is, or may come to be, others' as well.
+    pub(super) fn note_shared_tail(&mut self, index: Index) {
+        self.shared_tails.insert(index);
+    }
+
+    pub(super) fn forget_shared_tail(&mut self, index: Index) {
+        self.shared_tails.remove(&index);
+    }
+
+    pub(super) fn keep_shared_tails(&mut self, is_shared: impl FnMut(&Index) -> bool) {
+        self.shared_tails.retain(is_shared);
+    }
+
+    pub(super) fn shared_tails(&self) -> impl Iterator<Item = Index> {
+        self.shared_tails.iter().copied()
+    }
+
+    /// A sequence of the outstanding step is cut when that ends.
+    pub(super) fn note_late_cut(&mut self, index: Index) {
+        self.late_cuts.insert(index);
+    }
+
+    pub(super) fn forget_late_cut(&mut self, index: Index) {
+        self.late_cuts.remove(&index);
+    }
+
+    pub(super) fn late_cuts(&self) -> impl ExactSizeIterator<Item = Index> {
+        self.late_cuts.iter().copied()
+    }
+
+    // Protection.
+
+    pub(super) fn note_protected(&mut self, protected: bool) {
+        match protected {
+            true => self.num_protected += 1,
+            false => self.num_protected -= 1,
+        }
+    }
+
+    /// Sequences that run with everything reserved that they may still need.
+    pub(super) fn num_protected(&self) -> u32 {
+        self.num_protected
+    }
+
+    // What could let somebody in.
+
+    /// A sequence gave something up: blocks, a table, a place in line, or the need for them.
+    pub(super) fn note_given_up(&mut self) {
+        self.given_up += 1;
+    }
+
+    /// Grows with everything that was given up.
+    pub(super) fn given_up(&self) -> u64 {
+        self.given_up
+    }
+}
