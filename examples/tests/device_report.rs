@@ -1,6 +1,7 @@
 //! The `device_report` example, on every software adapter: its JSON against what wgpu and arithmetic say.
 
 use super::{Ended, program, run};
+use approx::abs_diff_eq;
 use measure::{
     cache::{Case, Sequence},
     gpu::Gpu,
@@ -209,8 +210,9 @@ fn check_rates(rates: &Value, adapter: &wgpu::Adapter) {
     // Keys and values of four chats in one layer.
     let bytes = 4.0 * number(&decode["context"]) * 2.0 * 8.0 * 128.0 * 2.0;
     let rate = bytes / number(&decode["layer_seconds"]);
-    assert!((number(&decode["bytes_per_s"]) / rate - 1.0).abs() < 1e-6, "{rates}");
-    assert!((number(&decode["share_of_stream_read"]) * read / rate - 1.0).abs() < 1e-6, "{rates}");
+    let is_same = |ratio: f64| abs_diff_eq!(ratio, 1.0, epsilon = 1e-6);
+    assert!(is_same(number(&decode["bytes_per_s"]) / rate), "{rates}");
+    assert!(is_same(number(&decode["share_of_stream_read"]) * read / rate), "{rates}");
 }
 
 /// At least one case was run, and its errors are those of f32: neither none nor many.

@@ -11,6 +11,7 @@
 //! - `PAGED_KV_REQUIRE_ADAPTERS`: adapters without which the tests fail (`lavapipe,swiftshader,gl:llvmpipe`).
 #![allow(clippy::unwrap_used)]
 
+use approx::abs_diff_eq;
 use example_engine::engine::{Engine, Event, Outcome, Prompt, SessionOptions, SessionStats};
 use example_engine::gguf::GgufFile;
 use example_engine::gpu::{Adapters, Gpu};
@@ -389,14 +390,14 @@ impl Runner {
                     let found =
                         f64::from(found.unwrap_or_else(|| panic!("token {id} is not among the best")).1);
                     assert!(
-                        (found - logit).abs() <= 0.01,
+                        abs_diff_eq!(found, logit, epsilon = 0.01),
                         "logit of {id} at {position} of {index}: {found}, {logit}"
                     );
                 }
                 for (name, value) in [("logsumexp", ours.logsumexp), ("mean", ours.mean)] {
                     let golden = golden[name].as_f64().unwrap();
                     assert!(
-                        (value - golden).abs() <= 0.01,
+                        abs_diff_eq!(value, golden, epsilon = 0.01),
                         "{name} at {position} of {index}: {value}, {golden}"
                     );
                 }

@@ -24,6 +24,7 @@ mod serve;
 #[path = "../traffic/systems.rs"]
 mod systems;
 
+use approx::{abs_diff_eq, assert_abs_diff_eq};
 use extents::FirstFit;
 use generator::{Job, Traffic};
 use paged_kv::{CacheConfig, KvType, ModelShape};
@@ -97,8 +98,9 @@ fn lognormal_draws_have_the_mean_and_the_median_that_are_stated() {
         draws.sort_by(f64::total_cmp);
         let median = distribution.mean / (distribution.sigma * distribution.sigma / 2.0).exp();
         // Three standard errors of the mean at the largest sigma are 1.3 %.
-        assert!((mean / distribution.mean - 1.0).abs() < 0.02, "{mean} is not {distribution:?}");
-        assert!((draws[50_000] / median - 1.0).abs() < 0.02, "{} is not {median}", draws[50_000]);
+        let is_near = |ratio: f64| abs_diff_eq!(ratio, 1.0, epsilon = 0.02);
+        assert!(is_near(mean / distribution.mean), "{mean} is not {distribution:?}");
+        assert!(is_near(draws[50_000] / median), "{} is not {median}", draws[50_000]);
     }
 }
 
@@ -114,18 +116,18 @@ fn a_day_has_the_chats_turns_and_extras_that_are_stated() {
     let day = Traffic::generate(1, 24.0);
     let bursts = f64::from(BURST_CHATS) * 24.0 / HOURS_BETWEEN_BURSTS;
     let expected = 24.0 * CHATS_PER_HOUR + bursts;
-    assert!((day.arrivals.len() as f64 / expected - 1.0).abs() < 0.1, "{} chats", day.arrivals.len());
+    assert_abs_diff_eq!(day.arrivals.len() as f64 / expected, 1.0, epsilon = 0.1);
 
     let turns: Vec<&Job> = day.jobs.iter().filter(|job| job.parent.is_none()).collect();
     let share = |counts: fn(&Job) -> bool, of: usize| {
         turns.iter().filter(|job| counts(job)).count() as f64 / of as f64
     };
     let single = turns.iter().filter(|job| job.answers.len() == 1).count();
-    assert!((share(|job| job.answers.len() > 1, turns.len()) - SEVERAL_ANSWERS).abs() < 0.01);
-    assert!((share(|job| job.stop_after.is_some(), single) - STOP).abs() < 0.01);
-    assert!((share(|job| job.leave_after.is_some(), day.arrivals.len()) - LEAVE).abs() < 0.02);
+    assert_abs_diff_eq!(share(|job| job.answers.len() > 1, turns.len()), SEVERAL_ANSWERS, epsilon = 0.01);
+    assert_abs_diff_eq!(share(|job| job.stop_after.is_some(), single), STOP, epsilon = 0.01);
+    assert_abs_diff_eq!(share(|job| job.leave_after.is_some(), day.arrivals.len()), LEAVE, epsilon = 0.02);
     // Some branches do not fit the context, and some chats end for the same reason.
-    assert!((share(|job| job.branch.is_some(), single) - BRANCH).abs() < 0.02);
+    assert_abs_diff_eq!(share(|job| job.branch.is_some(), single), BRANCH, epsilon = 0.02);
     let per_chat = turns.len() as f64 / day.arrivals.len() as f64;
     assert!(per_chat > 2.3 && per_chat < 1.0 / (1.0 - NEXT_TURN), "{per_chat} turns a chat");
 }

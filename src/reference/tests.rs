@@ -1,5 +1,7 @@
 //! Twins on plans that no builder makes: rows without keys, spans without keys, chosen slots and tables.
 
+use approx::assert_abs_diff_eq;
+
 use super::*;
 use crate::{
     BlockCopy, CacheConfig, DIRECT, DecodeItem, KvFormat, KvPart, KvType, MergeItem, ModelShape,
@@ -95,7 +97,7 @@ fn b05a_a_span_without_keys_is_empty_and_merges_as_nothing() {
     attention_decode(&inputs, &items, &mut nothing, &mut RowsMut::new(&mut partials, 10));
     let lse: Vec<f32> = partials.chunks(10).map(|partial| log_sum_exp(partial[8], partial[9])).collect();
     assert_eq!(lse[0], f32::NEG_INFINITY);
-    assert!((lse[1] - std::f32::consts::LN_2).abs() < 1e-7);
+    assert_abs_diff_eq!(lse[1], std::f32::consts::LN_2, epsilon = 1e-7);
 
     let merge = |first_partial, num_partials| {
         let mut output = [7.0; 8];

@@ -4,6 +4,8 @@
 //! `ROUNDING` is what a weighted mean of a few exact numbers may be off by: the division by the sum of weights (2.5 units
 //! in the last place in WGSL) and the roundings of a dozen additions.
 
+use approx::abs_diff_eq;
+
 use crate::rig::{Poison, Random, Rig, Tensors, one_span, spans};
 use paged_kv::reference::compare;
 use paged_kv::{KvPart, KvType, SplitConfig, StepPlan, TableId};
@@ -20,7 +22,7 @@ pub(crate) trait Engine {
 }
 
 fn is_near(actual: f32, expected: f32) -> bool {
-    (actual - expected).abs() <= ROUNDING * expected.abs()
+    abs_diff_eq!(actual, expected, epsilon = ROUNDING * expected.abs())
 }
 
 /// Appends `rows` tokens with all-zero queries and keys and the given value of every lane by position.
@@ -135,11 +137,11 @@ pub(crate) fn b07_logits_far_below_zero_weigh_as_they_should(engine: &impl Engin
     let (output, lse) = attend_once(engine, &mut rig, 1.0, &keys, |token| 1.0 + token as f32);
     assert!(output.iter().all(|x| *x == 1.0), "the value of token 0: {output:?}");
     // A few roundings of 2^-24 each, at this size.
-    assert!((lse - -8688.93).abs() < 0.01, "{lse}");
+    assert!(abs_diff_eq!(lse, -8688.93, epsilon = 0.01), "{lse}");
 
     let (output, lse) = attend_once(engine, &mut rig, 1.0, &[-8192.0], |_| 3.0);
     assert!(output.iter().all(|x| *x == 3.0), "{output:?}");
-    assert!((lse - -92681.9).abs() < 0.1, "{lse}");
+    assert!(abs_diff_eq!(lse, -92681.9, epsilon = 0.1), "{lse}");
 }
 
 pub(crate) fn b07_a_single_key_returns_its_value_exactly(engine: &impl Engine) {
@@ -177,7 +179,8 @@ pub(crate) fn b15_every_query_head_reads_its_own_kv_head(engine: &impl Engine) {
                     let query_head = index as u32 % query_heads;
                     let expected = (query_head / (query_heads / kv_heads) + 1) as f32;
                     // Up to 131 weights, added in different orders above and below the line.
-                    let is_right = head.iter().all(|x| (x / expected - 1.0).abs() < 3.0 * ROUNDING);
+                    let is_right =
+                        head.iter().all(|x| abs_diff_eq!(x / expected, 1.0, epsilon = 3.0 * ROUNDING));
                     assert!(is_right, "{query_heads}/{kv_heads}, {rows} rows, head {query_head}: {head:?}");
                 }
             }
@@ -226,7 +229,7 @@ pub(crate) fn b17_the_scale_is_of_the_real_head_size(engine: &impl Engine) {
     let mut rig = Rig::new((1, 1, 72), KvType::F16, 4, 4);
     let (output, _) = attend_once(engine, &mut rig, 1.0, &[0.25, 0.0], |token| [1.0, 0.0][token]);
     // The six digits that are given.
-    assert!(output.iter().all(|x| (x - 0.892958).abs() < 2e-6), "{output:?}");
+    assert!(output.iter().all(|x| abs_diff_eq!(*x, 0.892958, epsilon = 2e-6)), "{output:?}");
 }
 
 pub(crate) fn b29_a_sequence_with_nan_changes_no_bit_of_its_neighbour(engine: &impl Engine) {

@@ -13,6 +13,7 @@ mod faults;
 mod gate;
 mod histories;
 mod line;
+mod manifests;
 mod model;
 mod preemption;
 mod promises;

@@ -1,5 +1,6 @@
 //! A cache, its CPU twin, and random tensors: what the tests of the twins run steps on.
 
+use half::f16;
 use paged_kv::reference::{
     CpuCache, DenseInputs, DenseOutput, Rows, append, block_copy, compare, dense_attention,
 };
@@ -45,14 +46,15 @@ impl Poison {
 
     /// The bits of one f32, or of two f16.
     fn word(self, kv_type: KvType) -> u32 {
-        match (self, kv_type) {
-            (Self::Nan, KvType::F16) => 0x7e00_7e00,
-            (Self::Nan, _) => f32::NAN.to_bits(),
-            (Self::Infinity, KvType::F16) => 0x7c00_7c00,
-            (Self::Infinity, _) => f32::INFINITY.to_bits(),
-            (Self::Large, KvType::F16) => 0x70e2_70e2,
-            (Self::Large, _) => 1e4f32.to_bits(),
-            (Self::Zero, _) => 0,
+        let value = match self {
+            Self::Nan => f32::NAN,
+            Self::Infinity => f32::INFINITY,
+            Self::Large => 1e4,
+            Self::Zero => 0.0,
+        };
+        match kv_type {
+            KvType::F16 => u32::from(f16::from_f32(value).to_bits()) * 0x1_0001,
+            _ => value.to_bits(),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::io::Write as _;
 
-use paged_kv::reference::{f16_bits_to_f32, f32_to_f16_bits};
+use half::f16;
 use paged_kv::shaders::LayerPart;
 use paged_kv::{
     ActivationType, AttentionOptions, BoundTensors, LayerTensors, PagedAttention, StepPlan, TensorSlice,
@@ -194,8 +194,8 @@ impl<'a> DeviceRig<'a> {
     fn elements(&self, buffer: &wgpu::Buffer) -> Vec<f32> {
         match self.activations {
             ActivationType::F16 => {
-                let bits: Vec<u16> = read(self.gpu, buffer);
-                bits.into_iter().map(f16_bits_to_f32).collect()
+                let halves: Vec<f16> = read(self.gpu, buffer);
+                halves.into_iter().map(f16::to_f32).collect()
             }
             _ => read(self.gpu, buffer),
         }
@@ -203,11 +203,11 @@ impl<'a> DeviceRig<'a> {
 }
 
 /// Numbers as f16, each of which f16 must have.
-fn halves(elements: &[f32]) -> Vec<u16> {
+fn halves(elements: &[f32]) -> Vec<f16> {
     let half = |&x: &f32| {
-        let bits = f32_to_f16_bits(x);
-        assert!(x.is_nan() || f16_bits_to_f32(bits) == x, "{x} is no f16");
-        bits
+        let half = f16::from_f32(x);
+        assert!(x.is_nan() || half.to_f32() == x, "{x} is no f16");
+        half
     };
     elements.iter().map(half).collect()
 }

@@ -15,7 +15,7 @@
 //! not change a bit of them. The arena's words equal the twin's, bit for bit. f16 activations are inputs that f16 has, and
 //! outputs rounded to it, which is 2^-11 more.
 
-use paged_kv::reference::{f16_bits_to_f32, f32_to_f16_bits};
+use half::f16;
 use paged_kv::shaders::TILE;
 use paged_kv::{ActivationType, AttentionOptions, KvFormat, KvType, TableId};
 
@@ -120,7 +120,7 @@ impl Cell {
     fn activated(&self, mut tensors: Tensors) -> Tensors {
         if self.activations == ActivationType::F16 {
             for tensor in [&mut tensors.query, &mut tensors.key, &mut tensors.value] {
-                tensor.iter_mut().for_each(|x| *x = f16_bits_to_f32(f32_to_f16_bits(*x)));
+                tensor.iter_mut().for_each(|x| *x = f16::from_f32(*x).to_f32());
             }
         }
         tensors

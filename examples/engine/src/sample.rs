@@ -111,6 +111,8 @@ fn mix(state: u64) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use approx::assert_abs_diff_eq;
+
     use super::*;
 
     const KEY: SampleKey = SampleKey { prompt: 0, sample: 0, position: 0 };
@@ -135,7 +137,7 @@ mod tests {
         let weights = logits.map(|logit| f64::from(logit / 0.5).exp());
         let total: f64 = weights.iter().sum();
         for (count, weight) in counts.iter().zip(weights) {
-            assert!((f64::from(*count) / 30_000.0 - weight / total).abs() < 0.01);
+            assert_abs_diff_eq!(f64::from(*count) / 30_000.0, weight / total, epsilon = 0.01);
         }
     }
 
@@ -158,7 +160,7 @@ mod tests {
     fn top_logits_are_in_falling_order() {
         let row = TopLogits::of(&[0.0, 2.0, 1.0, 2.0], 3);
         assert_eq!(row.top, [(1, 2.0), (3, 2.0), (2, 1.0)]);
-        assert!((row.mean - 1.25).abs() < 1e-12);
-        assert!((row.logsumexp - (1.0 + 1f64.exp() + 2.0 * 2f64.exp()).ln()).abs() < 1e-12);
+        assert_abs_diff_eq!(row.mean, 1.25, epsilon = 1e-12);
+        assert_abs_diff_eq!(row.logsumexp, (1.0 + 1f64.exp() + 2.0 * 2f64.exp()).ln(), epsilon = 1e-12);
     }
 }

@@ -5,6 +5,7 @@
 
 use super::fake_model::{Activations, FakeModel, HEAD, LAYERS, Outputs, QUERY, SHAPE, activations};
 use crate::simulated_device::{Device, EMPTY, check_plan, then};
+use approx::abs_diff_eq;
 use paged_kv::reference::{self, AttentionInputs, CpuCache, Rows, RowsMut};
 use paged_kv::{CacheConfig, KvPart, SequenceId, StepId, StepPlan, TransferReport, WorkSplit};
 
@@ -159,7 +160,7 @@ impl Device for TwinDevice {
             let pairs = || seen[layer].iter().zip(&expected[layer]);
             // A NaN is not close to anything.
             assert!(
-                pairs().all(|(seen, expected)| (seen - expected).abs() <= TOLERANCE),
+                pairs().all(|(seen, expected)| abs_diff_eq!(seen, expected, epsilon = TOLERANCE)),
                 "what {sequence:?} sees in layer {layer}: another's keys or values among its {} tokens: {:?}",
                 tokens.len(),
                 pairs().collect::<Vec<_>>()

@@ -1,5 +1,7 @@
 //! The kernels against their CPU twins, on every native adapter of this machine.
 
+use approx::abs_diff_eq;
+
 use super::{Adapters, Gpu, GpuModel, buffers::bytes_of};
 use crate::{config::Config, cpu::CpuModel, synthetic::Synthetic};
 
@@ -70,8 +72,8 @@ fn assert_close(found: &[f32], expected: &[f32], what: &str) {
     let largest = expected.iter().fold(1.0f32, |largest, x| largest.max(x.abs()));
     assert_eq!(found.len(), expected.len(), "{what}");
     for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
-        let error = (found - expected).abs() / largest;
-        assert!(error < 1e-5, "{what}, element {index}: {found} on the GPU, {expected} on the CPU");
+        let is_close = abs_diff_eq!(found, expected, epsilon = 1e-5 * largest);
+        assert!(is_close, "{what}, element {index}: {found} on the GPU, {expected} on the CPU");
     }
 }
 
