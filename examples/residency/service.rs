@@ -158,6 +158,7 @@ impl Service {
     pub(crate) fn commit(&mut self, plan: StepPlan) -> Result<(), String> {
         let results = std::mem::take(&mut self.results);
         let invalid = self.invalid_tokens(&plan, &results);
+        // Copied, since they borrow the scheduler: what follows from an event may be an `add` or an `extend`.
         let events = self.scheduler.commit(plan, &results).map_err(in_words)?.to_vec();
         self.results = results;
         for (slot, tokens) in invalid {
