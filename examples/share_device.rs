@@ -74,7 +74,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     // The pool, the scheduler, and the attention on the application's device.
     let cache = CacheConfig::for_context(256, 4, &SHAPE, KvType::F16)?;
     let mut scheduler = Scheduler::new(SchedulerConfig { step_tokens: ROWS, ..Default::default() }, cache)?;
-    let mut attention = PagedAttention::new(&device, &queue, SHAPE, cache)?;
+    let mut attention = PagedAttention::new(&device, SHAPE, cache)?;
 
     // The model's buffers and pipelines; the library binds its tensors once.
     let rows_of = |elements| u64::from(ROWS) * elements * 4;

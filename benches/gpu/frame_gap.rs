@@ -52,8 +52,7 @@ impl<'a> Reader<'a> {
             SchedulerConfig { step_tokens: STEP_TOKENS, step_work_budget, ..SchedulerConfig::default() };
         let mut scheduler = Scheduler::new(config, cache).expect("budgets above zero");
         scheduler.add(Request::new(vec![1; PROMPT as usize]).max_new_tokens(1)).expect("a prompt that fits");
-        let mut attention =
-            PagedAttention::new(&gpu.device, &gpu.queue, SHAPE, cache).expect("a pool that fits");
+        let mut attention = PagedAttention::new(&gpu.device, SHAPE, cache).expect("a pool that fits");
         let bytes = u64::from(STEP_TOKENS * SHAPE.head_dim) * 4;
         let [input, output] = [(); 2].map(|()| buffer(gpu, bytes));
         let slice = |buffer| TensorSlice { buffer, offset: 0, row_stride: SHAPE.head_dim, rows: STEP_TOKENS };

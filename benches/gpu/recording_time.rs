@@ -95,7 +95,7 @@ struct Bench<'a> {
 impl<'a> Bench<'a> {
     fn new(device: &'a wgpu::Device, queue: &'a wgpu::Queue, sequences: u32) -> Self {
         let config = CacheConfig::for_context(2 * CONTEXT, sequences, &SHAPE, KvType::F16).expect("a shape");
-        let mut attention = PagedAttention::new(device, queue, SHAPE, config).expect("the default limits");
+        let mut attention = PagedAttention::new(device, SHAPE, config).expect("the default limits");
         let buffer = |elements: u32| {
             device.create_buffer(&wgpu::BufferDescriptor {
                 label: None,

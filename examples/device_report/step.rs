@@ -95,7 +95,7 @@ impl<'a> Rig<'a> {
             .with_max_sequences(sequences)?;
         // So many workgroups that long rows are split on every adapter.
         let options = AttentionOptions::default().allow_subgroups(case.subgroups).target_workgroups(512);
-        let attention = PagedAttention::with_options(&gpu.device, &gpu.queue, shape, config, options)?;
+        let attention = PagedAttention::with_options(&gpu.device, shape, config, options)?;
         let mut twin = CpuCache::new(&shape, &config);
         twin.words_mut().fill(NAN_WORD);
         Ok(Self { gpu, shape, attention, kv: KvCache::new(config), twin, random: Random(1) })

@@ -112,8 +112,7 @@ impl<'a> BenchCache<'a> {
     pub fn new(gpu: &'a Gpu, case: Case, placement: Placement) -> Result<Self, Failure> {
         let config = case.config()?;
         let options = placement.apply(AttentionOptions::default(), config.num_blocks());
-        let mut attention =
-            PagedAttention::with_options(&gpu.device, &gpu.queue, case.shape(), config, options)?;
+        let mut attention = PagedAttention::with_options(&gpu.device, case.shape(), config, options)?;
         let rows = case.rows().max(FILL_ROWS);
         let (query_len, kv_len) = (case.num_query_heads * case.head_dim, case.num_kv_heads * case.head_dim);
         let [query, key, value] = [(query_len, 1), (kv_len, 2), (kv_len, 3)]

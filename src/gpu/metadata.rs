@@ -1,4 +1,4 @@
-//! A step's metadata on its way to the device: one packed array of words, one upload, one slot per step in flight.
+//! A step's metadata on its way to the device: one packed array of words, one copy, one slot per step in flight.
 //!
 //! ```text
 //! slot: │ header │ (headers of further dispatches) │ token_ids │ positions │ slots │ query_starts │ context_lens │
@@ -7,8 +7,13 @@
 //!
 //! A slot is leased to a step until every submission that reads it has completed: the step holds a clone of the lease,
 //! and so does a callback in every encoder that the step was recorded into, whether it is called or dropped. The next
-//! step meanwhile takes another slot. `Queue::write_buffer` is executed before all commands of the next submission, so
-//! a slot that is rewritten too early would be read by the wrong step.
+//! step meanwhile takes another slot.
+//!
+//! The words are put into a mapped buffer of the slot when the step is prepared, and copied to where the shaders read them
+//! by the step's own commands; then the buffer is mapped again. `Queue::write_buffer` would keep every upload until the
+//! next submission, and an application that does not draw (its window is hidden, say) may prepare steps for hours without
+//! one. What a step that is dropped has taken here is free at once: where its commands unmapped the buffer, the next step
+//! that is given the slot makes a new one.
 
 use crate::error::PrepareError;
 use crate::gpu::params::{STEP_PARAMS_WORDS, StepParams};
@@ -16,8 +21,10 @@ use crate::gpu::pipelines::Layouts;
 use crate::gpu::scope::{Refusal, guarded, is_lost};
 use crate::schedule::{PrefillItem, StepPlan, TableChange, WorkSplit};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use wgpu::{
-    BindGroupDescriptor, BindGroupEntry, BindingResource, BufferBinding, BufferDescriptor, BufferUsages,
+    BindGroupDescriptor, BindGroupEntry, BindingResource, Buffer, BufferBinding, BufferDescriptor,
+    BufferUsages, CommandEncoder, MapMode,
 };
 
 /// Most steps that may be prepared or in flight at once.
@@ -30,6 +37,8 @@ const FIRST_SLOT_WORDS: u64 = 4096;
 #[derive(Debug, Default)]
 pub(super) struct StepRecord {
     pub(super) params: StepParams,
+    /// Bytes of all words.
+    pub(super) bytes: u64,
     /// Items of each decode and prefill dispatch; dispatch `i` has header `i`.
     pub(super) decode_dispatches: Vec<u32>,
     pub(super) prefill_dispatches: Vec<u32>,
@@ -42,13 +51,39 @@ pub(super) struct StepRecord {
     pub(super) stamp: u32,
 }
 
-/// Buffer, bind group and lease of one step in flight.
+/// Buffers, bind group and lease of one step in flight.
 pub(super) struct Slot {
     lease: Arc<()>,
     capacity_words: u64,
-    pub(super) buffer: wgpu::Buffer,
+    staging: Staging,
+    pub(super) buffer: Buffer,
     pub(super) group: wgpu::BindGroup,
     pub(super) record: StepRecord,
+}
+
+/// Where the host writes a step's words.
+struct Staging {
+    buffer: Buffer,
+    is_mapped: Arc<AtomicBool>,
+}
+
+impl Slot {
+    /// The words on the host's side, in the same order.
+    pub(super) fn staging(&self) -> &Buffer {
+        &self.staging.buffer
+    }
+
+    /// Records the copy of the step's words, and has the host's side mapped again when it has been made.
+    pub(super) fn record_upload(&self, encoder: &mut CommandEncoder) {
+        let Staging { buffer, is_mapped } = &self.staging;
+        is_mapped.store(false, Ordering::Relaxed);
+        buffer.unmap();
+        encoder.copy_buffer_to_buffer(buffer, 0, &self.buffer, 0, self.record.bytes);
+        let is_mapped = Arc::clone(is_mapped);
+        encoder.map_buffer_on_submit(buffer, MapMode::Write, .., move |mapped| {
+            is_mapped.store(mapped.is_ok(), Ordering::Release);
+        });
+    }
 }
 
 /// What all slots are bound with, and how they are laid out.
@@ -66,8 +101,9 @@ pub(super) struct SlotContext<'a> {
 pub(super) struct MetadataSlots {
     slots: Vec<Slot>,
     words: Vec<u32>,
-    /// Buffers (each with a bind group) created so far, and the bytes of those in use.
-    pub(super) num_created: u32,
+    /// Created so far.
+    pub(super) num_buffers: u32,
+    pub(super) num_groups: u32,
 }
 
 impl MetadataSlots {
@@ -75,8 +111,9 @@ impl MetadataSlots {
         &self.slots[index]
     }
 
+    /// Bytes of all slots, on both sides.
     pub(super) fn bytes(&self) -> u64 {
-        self.slots.iter().map(|slot| slot.capacity_words * 4).sum()
+        self.slots.iter().map(|slot| 2 * slot.capacity_words * 4).sum()
     }
 
     /// Makes two slots, so that a step can be prepared while another is on the device.
@@ -87,15 +124,14 @@ impl MetadataSlots {
         Ok(())
     }
 
-    /// Packs the step, uploads it into a free slot and returns the slot's index, its lease and the bytes uploaded.
-    pub(super) fn upload(
+    /// Packs the step into a free slot and returns the slot's index and its lease.
+    pub(super) fn pack(
         &mut self,
         context: &SlotContext<'_>,
-        queue: &wgpu::Queue,
         plan: &StepPlan,
         split: &WorkSplit,
         header_words: u32,
-    ) -> Result<(usize, Arc<()>, u64), PrepareError> {
+    ) -> Result<(usize, Arc<()>), PrepareError> {
         let words = count_words(plan, split, header_words);
         if words * 4 > context.max_binding_bytes {
             return Err(PrepareError::MetadataTooLarge {
@@ -105,10 +141,23 @@ impl MetadataSlots {
         }
         let index = self.free_slot(context, words)?;
         let slot = &mut self.slots[index];
+        if !slot.staging.is_mapped.load(Ordering::Acquire) {
+            slot.staging = create_staging(context.device, slot.capacity_words * 4)?;
+            self.num_buffers += 1;
+        }
         pack(plan, split, header_words, &mut self.words, &mut slot.record);
         let bytes: &[u8] = bytemuck::cast_slice(&self.words);
-        write(context.device, queue, &slot.buffer, bytes)?;
-        Ok((index, Arc::clone(&slot.lease), bytes.len() as u64))
+        slot.record.bytes = bytes.len() as u64;
+        match slot.staging.buffer.get_mapped_range_mut(..slot.record.bytes) {
+            // A mapping outlives its device.
+            Ok(_) if is_lost(context.device) => Err(PrepareError::DeviceLost),
+            Ok(mut view) => {
+                view.copy_from_slice(bytes);
+                Ok((index, Arc::clone(&slot.lease)))
+            }
+            // Only of a device that is lost can a mapped buffer be without its mapping.
+            Err(_) => Err(PrepareError::DeviceLost),
+        }
     }
 
     /// A slot that no step and no submission holds, with room for `words`.
@@ -127,7 +176,8 @@ impl MetadataSlots {
             let record = std::mem::take(&mut slot.record);
             let max_words = context.max_binding_bytes / 4;
             *slot = create_slot(context, words.next_power_of_two().min(max_words), record)?;
-            self.num_created += 1;
+            self.num_buffers += 2;
+            self.num_groups += 1;
         }
         Ok(index)
     }
@@ -135,31 +185,28 @@ impl MetadataSlots {
     fn add_slot(&mut self, context: &SlotContext<'_>, words: u64) -> Result<(), PrepareError> {
         let words = words.next_power_of_two().max(FIRST_SLOT_WORDS).min(context.max_binding_bytes / 4);
         self.slots.push(create_slot(context, words, StepRecord::default())?);
-        self.num_created += 1;
+        self.num_buffers += 2;
+        self.num_groups += 1;
         Ok(())
     }
 }
 
-/// Uploads `bytes` to the start of `buffer`, which has room for them.
-fn write(
-    device: &wgpu::Device,
-    queue: &wgpu::Queue,
-    buffer: &wgpu::Buffer,
-    bytes: &[u8],
-) -> Result<(), PrepareError> {
-    let asked_bytes = bytes.len() as u64;
-    // In the place of `Queue::write_buffer`, which does not say that the device is lost.
-    let written = guarded(device, || {
-        let mut view = queue.write_buffer_with(buffer, 0, asked_bytes.try_into().ok()?)?;
-        view.copy_from_slice(bytes);
-        Some(())
-    });
-    match written {
-        Ok(Some(())) => Ok(()),
-        Ok(None) | Err(Refusal::Lost) => Err(PrepareError::DeviceLost),
-        // wgpu 30 gives the device up where it has no memory for an upload.
-        Err(_) if is_lost(device) => Err(PrepareError::DeviceLost),
-        Err(_) => Err(PrepareError::OutOfMemory { asked_bytes }),
+fn create_staging(device: &wgpu::Device, bytes: u64) -> Result<Staging, PrepareError> {
+    let descriptor = BufferDescriptor {
+        label: Some("paged_kv.metadata_staging"),
+        size: bytes,
+        usage: BufferUsages::MAP_WRITE | BufferUsages::COPY_SRC,
+        mapped_at_creation: true,
+    };
+    let buffer = guarded(device, || device.create_buffer(&descriptor))
+        .map_err(|refusal| prepare_error(refusal, bytes))?;
+    Ok(Staging { buffer, is_mapped: Arc::new(AtomicBool::new(true)) })
+}
+
+fn prepare_error(refusal: Refusal, asked_bytes: u64) -> PrepareError {
+    match refusal {
+        Refusal::Lost => PrepareError::DeviceLost,
+        _ => PrepareError::OutOfMemory { asked_bytes },
     }
 }
 
@@ -197,11 +244,9 @@ fn create_slot(
         });
         (buffer, group)
     };
-    let (buffer, group) = guarded(context.device, create).map_err(|refusal| match refusal {
-        Refusal::Lost => PrepareError::DeviceLost,
-        _ => PrepareError::OutOfMemory { asked_bytes: bytes },
-    })?;
-    Ok(Slot { lease: Arc::new(()), capacity_words, buffer, group, record })
+    let staging = create_staging(context.device, bytes)?;
+    let (buffer, group) = guarded(context.device, create).map_err(|refusal| prepare_error(refusal, bytes))?;
+    Ok(Slot { lease: Arc::new(()), capacity_words, staging, buffer, group, record })
 }
 
 /// Headers that the step needs: one, or as many as its longest list of dispatches.

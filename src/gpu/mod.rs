@@ -2,8 +2,8 @@
 //!
 //! It reads a [`StepPlan`] and knows nothing of how it came about. The application records:
 //!
-//! 1. [`prepare`](PagedAttention::prepare) checks the plan, splits its work and uploads its metadata, once per step;
-//! 2. [`record_transfers`](PagedAttention::record_transfers) on an encoder;
+//! 1. [`prepare`](PagedAttention::prepare) checks the plan, splits its work and packs its metadata, once per step;
+//! 2. [`record_transfers`](PagedAttention::record_transfers) on an encoder, which uploads it;
 //! 3. [`record_block_copies`](PagedAttention::record_block_copies) in a compute pass;
 //! 4. [`record_layer`](PagedAttention::record_layer) for each layer in order, between the application's own dispatches.
 //!
@@ -13,9 +13,10 @@
 //! When the device is lost, [`prepare`](PagedAttention::prepare) says so, and [`rebuild`](PagedAttention::rebuild) goes on
 //! with another one.
 //!
-//! Nothing here submits, polls or blocks. The library asks wgpu for two things that outlive a call: to be told when a
-//! submission has completed, so that it knows when a step's metadata may be overwritten; and, only for a plan that swaps
-//! blocks, to map its own staging buffers when that submission has completed.
+//! Nothing here submits, polls or blocks, and nothing goes through the queue: what a step needs is in its own commands,
+//! and gone with them when they are dropped. The library asks wgpu for two things that outlive a call: to be told when a
+//! submission has completed, so that it knows when a step's metadata may be overwritten; and to map its own staging
+//! buffers then.
 
 mod capabilities;
 mod check;
@@ -78,7 +79,7 @@ pub mod shaders {
 /// # fn run(device: wgpu::Device, queue: wgpu::Queue, tensors: LayerTensors<'_>, plan: StepPlan) -> Result<(), Box<dyn std::error::Error>> {
 /// let shape = ModelShape { num_layers: 30, num_query_heads: 9, num_kv_heads: 3, head_dim: 64 };
 /// let cache = CacheConfig::for_bytes(512 << 20, &shape, KvType::F16)?;
-/// let mut attention = PagedAttention::new(&device, &queue, shape, cache)?;
+/// let mut attention = PagedAttention::new(&device, shape, cache)?;
 /// let tensors = attention.bind_tensors(&tensors)?;
 ///
 /// let mut step = attention.prepare(&plan)?;
@@ -102,7 +103,6 @@ pub mod shaders {
 pub struct PagedAttention {
     instance: u64,
     device: wgpu::Device,
-    queue: wgpu::Queue,
     shape: ModelShape,
     cache: CacheConfig,
     options: AttentionOptions,
@@ -139,13 +139,8 @@ impl PagedAttention {
     /// # Errors
     /// [`DeviceError`]: among others when the device has no memory for the pool, when the limits that the application
     /// enabled are too low for it, or when the device is lost. Nothing reaches the application's handler of uncaptured errors.
-    pub fn new(
-        device: &wgpu::Device,
-        queue: &wgpu::Queue,
-        shape: ModelShape,
-        cache: CacheConfig,
-    ) -> Result<Self, DeviceError> {
-        Self::with_options(device, queue, shape, cache, AttentionOptions::default())
+    pub fn new(device: &wgpu::Device, shape: ModelShape, cache: CacheConfig) -> Result<Self, DeviceError> {
+        Self::with_options(device, shape, cache, AttentionOptions::default())
     }
 
     /// Creates the pool and the kernels.
@@ -154,7 +149,6 @@ impl PagedAttention {
     /// As [`new`](Self::new).
     pub fn with_options(
         device: &wgpu::Device,
-        queue: &wgpu::Queue,
         shape: ModelShape,
         cache: CacheConfig,
         options: AttentionOptions,
@@ -200,7 +194,6 @@ impl PagedAttention {
             options,
             is_retired: false,
             device: device.clone(),
-            queue: queue.clone(),
             shape,
             cache,
             compilation,
@@ -264,12 +257,14 @@ impl PagedAttention {
         Ok(bound)
     }
 
-    /// Checks every number of a plan, splits its work, and uploads its metadata with one `Queue::write_buffer`.
+    /// Checks every number of a plan, splits its work, and packs its metadata into a mapped buffer, from which
+    /// [`record_transfers`](Self::record_transfers) uploads it.
     ///
-    /// In steady state this creates no buffer and no bind group, and allocates nothing but what wgpu does for an upload.
-    /// Nothing is submitted.
+    /// In steady state this creates no bind group and no buffer, except one of four bytes that is dropped at once: it tells
+    /// whether the device is lost. Nothing is submitted. A step that is prepared and dropped, recorded or not, leaves
+    /// nothing behind, however many there are without a submission.
     ///
-    /// This is where an application learns that its device is lost, apart from wgpu's own callback
+    /// This is where an application learns that its device is lost, besides wgpu's own callback
     /// (`wgpu::Device::set_device_lost_callback`, which the library leaves alone): recording and submitting on a lost
     /// device return as if they had done something.
     ///
@@ -289,13 +284,12 @@ impl PagedAttention {
         self.split.split(plan, &self.split_config);
         self.check_fixed_spans(plan)?;
         let context = slot_context(&self.device, &self.layouts, &self.memory, &self.capabilities);
-        let (slot, lease, bytes) =
-            self.slots.upload(&context, &self.queue, plan, &self.split, self.header_words)?;
+        let (slot, lease) = self.slots.pack(&context, plan, &self.split, self.header_words)?;
         let transfer = self.transfers.prepare(plan)?;
         self.checker.accept(plan);
-        self.stats.step_uploaded_bytes = bytes;
-        self.stats.step_dispatches = 0;
         let slot_state = self.slots.slot(slot);
+        self.stats.step_uploaded_bytes = slot_state.record.bytes;
+        self.stats.step_dispatches = 0;
         Ok(PreparedStep {
             attention: self.instance,
             slot,
@@ -368,11 +362,13 @@ impl PagedAttention {
 
     /// Sizes and counts.
     pub fn stats(&self) -> AttentionStats {
-        let (slots, before) = (self.slots.num_created, &self.made_before);
+        let (slots, before) = (&self.slots, &self.made_before);
         self.transfers.add_to(AttentionStats {
             metadata_bytes: self.slots.bytes(),
-            buffers_created: before.buffers_created + self.stats.buffers_created + slots,
-            bind_groups_created: before.bind_groups_created + self.stats.bind_groups_created + slots,
+            buffers_created: before.buffers_created + self.stats.buffers_created + slots.num_buffers,
+            bind_groups_created: before.bind_groups_created
+                + self.stats.bind_groups_created
+                + slots.num_groups,
             pipelines_created: before.pipelines_created + self.stats.pipelines_created,
             ..self.stats
         })

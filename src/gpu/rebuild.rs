@@ -23,8 +23,8 @@ impl PagedAttention {
     ///
     /// ```no_run
     /// # use paged_kv::{BoundTensors, LayerTensors, PagedAttention, Scheduler};
-    /// # fn recover(attention: &mut PagedAttention, scheduler: &mut Scheduler, device: wgpu::Device, queue: wgpu::Queue, tensors: LayerTensors<'_>) -> Result<BoundTensors, Box<dyn std::error::Error>> {
-    /// attention.rebuild(&device, &queue)?;
+    /// # fn recover(attention: &mut PagedAttention, scheduler: &mut Scheduler, device: wgpu::Device, tensors: LayerTensors<'_>) -> Result<BoundTensors, Box<dyn std::error::Error>> {
+    /// attention.rebuild(&device)?;
     /// scheduler.complete_transfers(&attention.poll_transfers());
     /// scheduler.forget_device();
     /// let tensors = attention.bind_tensors(&tensors)?; // of the new device
@@ -39,10 +39,10 @@ impl PagedAttention {
     /// # Errors
     /// [`DeviceError`], as `new`: the host pool is kept then, and another `rebuild` may follow. Until one succeeds,
     /// `prepare` and `bind_tensors` say [`DeviceLost`](crate::PrepareError::DeviceLost).
-    pub fn rebuild(&mut self, device: &wgpu::Device, queue: &wgpu::Queue) -> Result<(), DeviceError> {
+    pub fn rebuild(&mut self, device: &wgpu::Device) -> Result<(), DeviceError> {
         self.retire();
         let Self { shape, cache, ref options, .. } = *self;
-        let mut rebuilt = Self::with_options(device, queue, shape, cache, options.clone())?;
+        let mut rebuilt = Self::with_options(device, shape, cache, options.clone())?;
         rebuilt.checker.succeed(&self.checker);
         rebuilt.transfers.succeed(&mut self.transfers);
         rebuilt.made_before = self.stats();

@@ -58,7 +58,8 @@ impl PreparedStep {
     /// The buffer that holds the step's arrays, for the application to bind (`STORAGE`) or to copy from (`COPY_SRC`).
     ///
     /// There are at most eight of them over the life of the attention object, until one must grow: bind groups on them
-    /// can be kept. What is read must be read in the submission that the step is recorded into.
+    /// can be kept. What is read must be read after [`record_transfers`](PagedAttention::record_transfers), in the
+    /// submission of it or another one that has work of the step.
     pub fn metadata(&self) -> &wgpu::Buffer {
         &self.metadata
     }
@@ -79,15 +80,15 @@ impl PreparedStep {
 }
 
 impl PagedAttention {
-    /// Records what must happen outside of a compute pass: the block-table entries that changed, the blocks that leave
-    /// for the host pool, then those that return from it.
+    /// Records what must happen outside of a compute pass: the upload of the step's metadata, the block-table entries that
+    /// changed, the blocks that leave for the host pool, then those that return from it.
     ///
     /// Comes first, once per step. A call in the wrong place records nothing, and the next
     /// [`record_layer`](Self::record_layer) returns the mistake.
     ///
-    /// For a plan that swaps blocks, it asks wgpu to map the step's staging buffers once the commands have completed
-    /// (`CommandEncoder::map_buffer_on_submit`); [`poll_transfers`](Self::poll_transfers) then collects them. Nothing waits
-    /// for that: the step's own block copies and layers may overwrite a block that leaves.
+    /// It asks wgpu to map the staging buffers of the metadata, and those of the blocks that are swapped, once the commands
+    /// have completed (`CommandEncoder::map_buffer_on_submit`); [`poll_transfers`](Self::poll_transfers) then collects the
+    /// blocks. Nothing waits for that: the step's own block copies and layers may overwrite a block that leaves.
     pub fn record_transfers(&mut self, encoder: &mut CommandEncoder, step: &mut PreparedStep) {
         if step.attention != self.instance {
             return step.mistake(RecordError::ForeignStep);
@@ -99,9 +100,10 @@ impl PagedAttention {
         let lease = Arc::clone(&step.lease);
         encoder.on_submitted_work_done(move || drop(lease));
         let slot = self.slots.slot(step.slot);
+        slot.record_upload(encoder);
         let record = &slot.record;
         if let Some(arrivals) = step.transfer.take() {
-            let stamp = (&slot.buffer, u64::from(record.stamp) * 4);
+            let stamp = (slot.staging(), u64::from(record.stamp) * 4);
             self.transfers.record(encoder, &self.memory.arenas, stamp, &arrivals);
         }
         self.checker.record_changes(&record.table_changes);
@@ -114,7 +116,7 @@ impl PagedAttention {
             let to = u64::from(change.table_row) * u64::from(self.cache.table_entries())
                 + u64::from(change.first_entry);
             encoder.copy_buffer_to_buffer(
-                &slot.buffer,
+                slot.staging(),
                 from * 4,
                 &self.memory.tables,
                 to * 4,

@@ -10,7 +10,7 @@ pub struct AttentionStats {
     pub table_bytes: u64,
     /// Bytes of the scratch buffer for partial results.
     pub scratch_bytes: u64,
-    /// Bytes of the metadata slots.
+    /// Bytes of the metadata slots, and of as much staging.
     pub metadata_bytes: u64,
     /// Bytes of the staging buffers of swaps, in flight and idle. Zero until blocks are swapped.
     pub staging_bytes: u64,

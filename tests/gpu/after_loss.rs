@@ -118,7 +118,7 @@ fn run(adapter: &TestAdapter, loses: bool) -> Vec<Vec<u32>> {
         let lens = [0, 2].map(|table| (table, story.len(table)));
         first.device.destroy();
         let DeviceRig { host, attention, .. } = &mut story.rig;
-        attention.rebuild(&second.device, &second.queue).expect("another device");
+        attention.rebuild(&second.device).expect("another device");
         assert_eq!(attention.arena_layout().num_arenas(), 2);
         assert_eq!(attention.poll_transfers(), []);
         host.kv.forget_device();

@@ -112,7 +112,7 @@ struct Setup {
 impl Setup {
     fn new(gpu: &TestDevice) -> Self {
         forbid_uncaptured(gpu);
-        let attention = PagedAttention::new(&gpu.device, &gpu.queue, SHAPE, config()).expect("a device");
+        let attention = PagedAttention::new(&gpu.device, SHAPE, config()).expect("a device");
         let mut kv = KvCache::new(config());
         let tables = [(); 3].map(|()| kv.create(24).expect("a free table"));
         Self { kv, attention, tables }
@@ -209,14 +209,14 @@ fn check_loss(point: Point, open: impl Fn() -> TestDevice) {
     let plan = setup.plan(&[(0, 1)], None, None);
     assert_eq!(setup.attention.prepare(&plan).err(), Some(PrepareError::DeviceLost), "{point:?}");
     assert_eq!(bind(&gpu, &mut setup.attention).err(), Some(BindError::DeviceLost));
-    let another = PagedAttention::new(&gpu.device, &gpu.queue, SHAPE, config()).err();
+    let another = PagedAttention::new(&gpu.device, SHAPE, config()).err();
     assert_eq!(another, Some(DeviceError::DeviceLost));
-    assert_eq!(setup.attention.rebuild(&gpu.device, &gpu.queue), Err(DeviceError::DeviceLost));
+    assert_eq!(setup.attention.rebuild(&gpu.device), Err(DeviceError::DeviceLost));
 
     // The reports come before or after the rebuild that failed, and before or after one that succeeds, but once.
     let new = open();
     forbid_uncaptured(&new);
-    setup.attention.rebuild(&new.device, &new.queue).expect("another device");
+    setup.attention.rebuild(&new.device).expect("another device");
     let reports = setup.collect();
     let expected = if point == Point::Prepare { vec![] } else { vec![last] };
     assert_eq!(reports.iter().map(|report| report.step).collect::<Vec<_>>(), expected, "{point:?}");
@@ -254,7 +254,7 @@ fn what_was_made_on_the_old_device_is_refused_on_the_new_one() {
     let tensors = bind(&old, &mut setup.attention).expect("a working device");
     let plan = setup.plan(&[(0, 3)], None, None);
     let mut step = setup.attention.prepare(&plan).expect("a working device");
-    setup.attention.rebuild(&new.device, &new.queue).expect("another device");
+    setup.attention.rebuild(&new.device).expect("another device");
 
     let mut encoder = new.device.create_command_encoder(&Default::default());
     setup.attention.record_transfers(&mut encoder, &mut step);
@@ -281,8 +281,7 @@ fn what_was_made_on_the_old_device_is_refused_on_the_new_one() {
 fn a_rebuild_that_fails_costs_nothing_and_another_one_succeeds() {
     let gpu = noop();
     let options = AttentionOptions::default().fixed_span_tokens(256).scale(0.25);
-    let attention =
-        PagedAttention::with_options(&gpu.device, &gpu.queue, SHAPE, config(), options).expect("a device");
+    let attention = PagedAttention::with_options(&gpu.device, SHAPE, config(), options).expect("a device");
     let split = *attention.split_config();
     let mut setup = Setup { attention, ..Setup::new(&gpu) };
     let plan = setup.plan(&[(0, 6)], None, None);
@@ -297,12 +296,12 @@ fn a_rebuild_that_fails_costs_nothing_and_another_one_succeeds() {
     let small = Limits { max_storage_buffer_binding_size: 1024, ..Limits::default() };
     let too_small = noop_device(small, Features::empty(), 8..=8);
     forbid_uncaptured(&too_small);
-    let refused = setup.attention.rebuild(&too_small.device, &too_small.queue);
+    let refused = setup.attention.rebuild(&too_small.device);
     let expected = ConfigError::LayerExceedsArena { layer_bytes: 16 * 128, max_bytes: 1024, max_blocks: 8 };
     assert_eq!(refused, Err(DeviceError::Config(expected)));
     let no_groups = Limits { max_bind_groups: 2, ..Limits::default() };
     let no_groups = noop_device(no_groups, Features::empty(), 8..=8);
-    let refused = setup.attention.rebuild(&no_groups.device, &no_groups.queue);
+    let refused = setup.attention.rebuild(&no_groups.device);
     let expected = DeviceError::LimitTooLow { limit: "max_bind_groups", needed: 3, actual: 2 };
     assert_eq!(refused, Err(expected));
 
@@ -318,7 +317,7 @@ fn a_rebuild_that_fails_costs_nothing_and_another_one_succeeds() {
     assert_eq!(meanwhile.host_pool_bytes, before.host_pool_bytes);
     assert_eq!(meanwhile.buffers_created, before.buffers_created);
 
-    setup.attention.rebuild(&gpu.device, &gpu.queue).expect("the same device again");
+    setup.attention.rebuild(&gpu.device).expect("the same device again");
     setup.kv.forget_device();
     assert_eq!(*setup.attention.split_config(), split, "the options are kept");
     let plan = setup.plan(&[(1, 3)], None, Some(0));
@@ -340,17 +339,16 @@ fn memory_that_a_rebuild_cannot_have_is_an_error_with_the_bytes() {
     let gpu = noop();
     forbid_uncaptured(&gpu);
     let options = AttentionOptions::default().fixed_span_tokens(128);
-    let mut attention =
-        PagedAttention::with_options(&gpu.device, &gpu.queue, shape, config, options).expect("a device");
+    let mut attention = PagedAttention::with_options(&gpu.device, shape, config, options).expect("a device");
     let scratch_bytes = attention.stats().scratch_bytes;
     let larger = open_noop_without_limits();
     forbid_uncaptured(&larger);
-    match attention.rebuild(&larger.device, &larger.queue) {
+    match attention.rebuild(&larger.device) {
         Err(DeviceError::OutOfMemory { object, created_bytes, .. }) => {
             assert_eq!((object, created_bytes), ("partial results", config.bytes_total()));
         }
         other => panic!("{other:?}"),
     }
-    attention.rebuild(&gpu.device, &gpu.queue).expect("the usual limits");
+    attention.rebuild(&gpu.device).expect("the usual limits");
     assert_eq!(attention.stats().scratch_bytes, scratch_bytes);
 }

@@ -69,7 +69,7 @@ impl<'a> DeviceRig<'a> {
     ) -> Self {
         let options = options.activations(activations);
         let config = *host.kv.config();
-        let attention = PagedAttention::with_options(&gpu.device, &gpu.queue, host.shape, config, options)
+        let attention = PagedAttention::with_options(&gpu.device, host.shape, config, options)
             .expect("a cache that fits the device");
         Self { gpu, host, attention, activations }
     }

@@ -51,8 +51,7 @@ struct Setup {
 
 impl Setup {
     fn new(gpu: &TestDevice) -> Self {
-        let mut attention =
-            PagedAttention::new(&gpu.device, &gpu.queue, SHAPE, config()).expect("an attention object");
+        let mut attention = PagedAttention::new(&gpu.device, SHAPE, config()).expect("an attention object");
         let [input, output] = [(); 2].map(|()| buffer(gpu));
         let [query, key, value] = [(); 3].map(|()| slice(&input));
         let tensors = LayerTensors { query, key, value, output: slice(&output) };
@@ -252,8 +251,7 @@ fn tensors_beyond_a_binding_are_refused_with_both_numbers() {
 #[test]
 fn a_device_of_another_shape_or_with_low_limits_is_refused_with_the_numbers() {
     let gpu = noop();
-    let create =
-        |gpu: &TestDevice, shape| PagedAttention::new(&gpu.device, &gpu.queue, shape, config()).err();
+    let create = |gpu: &TestDevice, shape| PagedAttention::new(&gpu.device, shape, config()).err();
     for (field, shape, cache, other) in [
         ("num_layers", 3, 2, ModelShape { num_layers: 3, ..SHAPE }),
         ("num_kv_heads", 2, 1, ModelShape { num_kv_heads: 2, ..SHAPE }),
@@ -283,7 +281,7 @@ fn with_the_recommended_limits_an_application_of_low_ones_can_embed_the_library(
         let create = |limits| {
             let gpu = adapter.request_device(limits, Features::empty()).expect("limits that it offers");
             gpu.device.on_uncaptured_error(Arc::new(|error| panic!("reached the application: {error}")));
-            PagedAttention::new(&gpu.device, &gpu.queue, SHAPE, config()).map(drop)
+            PagedAttention::new(&gpu.device, SHAPE, config()).map(drop)
         };
         assert_eq!(create(base.clone()), Err(DeviceError::LimitTooLow { limit, needed, actual }));
         assert_eq!(create(recommended_limits(adapter.adapter(), base)), Ok(()));
@@ -294,7 +292,7 @@ fn with_the_recommended_limits_an_application_of_low_ones_can_embed_the_library(
     let limits = recommended_limits(adapter.adapter(), Limits::downlevel_defaults());
     assert_eq!(limits.max_storage_buffers_per_shader_stage, 5);
     let gpu = adapter.request_device(limits, Features::empty()).expect("limits that it offers");
-    let created = PagedAttention::new(&gpu.device, &gpu.queue, SHAPE, config()).map(drop);
+    let created = PagedAttention::new(&gpu.device, SHAPE, config()).map(drop);
     let limit = "max_storage_buffers_per_shader_stage";
     assert_eq!(created, Err(DeviceError::LimitTooLow { limit, needed: 6, actual: 5 }));
 }

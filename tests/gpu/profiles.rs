@@ -98,8 +98,7 @@ fn row(profile: &Profile, kernels: &mut Vec<String>) -> String {
     let gpu = adapter.request_device(limits, features).expect("what the adapter offers");
 
     let small = CacheConfig::for_blocks(4, &LLAMA_8B, KvType::F16).expect("a small pool");
-    let attention =
-        PagedAttention::new(&gpu.device, &gpu.queue, LLAMA_8B, small).expect("a device that suffices");
+    let attention = PagedAttention::new(&gpu.device, LLAMA_8B, small).expect("a device that suffices");
     let names = attention.variants().iter().map(|variant| variant.name.as_str());
     let names = names.filter(|name| name.starts_with("attention")).collect::<Vec<_>>().join(", ");
     let subgroups = if names.contains("subgroup") { "used" } else { "not used" };

@@ -145,7 +145,7 @@ fn b21_the_first_and_the_last_block_of_the_largest_pool_are_apart() {
             CacheConfig::for_blocks(num_blocks, &shape, KvType::F16).expect("a valid configuration")
         };
         // A driver may refuse one allocation of all that it offers, as SwiftShader does: then half of it.
-        let config = match PagedAttention::new(&gpu.device, &gpu.queue, shape, config(arena_bytes)) {
+        let config = match PagedAttention::new(&gpu.device, shape, config(arena_bytes)) {
             Ok(_) => config(arena_bytes),
             Err(_) => config(arena_bytes / 2),
         };

@@ -566,7 +566,7 @@ fn check_destroyed_device(open: impl Fn() -> TestDevice) {
 #[test]
 fn staging_that_cannot_be_had_is_an_error_with_the_bytes_and_costs_nothing() {
     // As in the test of memory for the pool: no machine has 256 TiB.
-    let TestDevice { device, queue, .. } = open_noop_without_limits();
+    let TestDevice { device, .. } = open_noop_without_limits();
     device.on_uncaptured_error(Arc::new(|error| panic!("reached the application: {error}")));
 
     let config = CacheConfig::for_blocks(12, &SHAPE, KvType::F16)
@@ -574,7 +574,7 @@ fn staging_that_cannot_be_had_is_an_error_with_the_bytes_and_costs_nothing() {
         .and_then(|config| config.with_host_blocks(u32::MAX))
         .expect("a valid configuration");
     let options = AttentionOptions::default().staging_bytes(1 << 50);
-    let mut attention = PagedAttention::with_options(&device, &queue, SHAPE, config, options)
+    let mut attention = PagedAttention::with_options(&device, SHAPE, config, options)
         .expect("a host pool that is not used costs nothing");
     let mut host = Rig::of(SHAPE, config.with_host_blocks(0).expect("a valid configuration"));
     let before = attention.stats();

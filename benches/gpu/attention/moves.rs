@@ -32,7 +32,7 @@ pub(crate) fn block_copy(gpu: &Gpu, rates: &StreamRates, spec: &Spec) -> Result<
     let config = CacheConfig::for_blocks(4 * num_copies, &case.shape(), case.kv_type)?
         .with_max_sequences(2 * num_copies)?
         .with_max_sequence_tokens(2 * case.block_size)?;
-    let mut attention = PagedAttention::new(&gpu.device, &gpu.queue, case.shape(), config)?;
+    let mut attention = PagedAttention::new(&gpu.device, case.shape(), config)?;
     let mut kv = KvCache::new(config);
     let mut branches = Vec::new();
     for _ in 0..num_copies {
@@ -70,7 +70,7 @@ pub(crate) fn swap(gpu: &Gpu, rates: &StreamRates, spec: &Spec) -> Result<Vec<Ro
     let num_blocks = case.sequences.len() as u32;
     let config =
         CacheConfig::for_blocks(num_blocks, &case.shape(), case.kv_type)?.with_host_blocks(num_blocks)?;
-    let mut attention = PagedAttention::new(&gpu.device, &gpu.queue, case.shape(), config)?;
+    let mut attention = PagedAttention::new(&gpu.device, case.shape(), config)?;
     let mut kv = KvCache::new(config);
     let table = kv.create(num_blocks * case.block_size)?;
     let mut builder = StepBuilder::new(&mut kv);

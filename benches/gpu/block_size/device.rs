@@ -68,7 +68,7 @@ pub(crate) fn copies(gpu: &Gpu, block_size: u32) -> Result<(u64, f64), Failure> 
         .with_block_size(block_size)?
         .with_max_sequences(8)?
         .with_max_sequence_tokens(max_tokens)?;
-    let mut attention = PagedAttention::new(&gpu.device, &gpu.queue, case.shape(), config)?;
+    let mut attention = PagedAttention::new(&gpu.device, case.shape(), config)?;
     let mut kv = KvCache::new(config);
     let mut branches = Vec::new();
     for _ in 0..4 {

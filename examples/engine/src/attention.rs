@@ -65,7 +65,7 @@ impl GpuAttention {
         let (gpu, config) = (model.gpu(), model.config());
         let options = AttentionOptions::default().fixed_span_tokens(span_tokens(config));
         let shape = shape_of(config);
-        let mut attention = PagedAttention::with_options(&gpu.device, &gpu.queue, shape, cache, options)?;
+        let mut attention = PagedAttention::with_options(&gpu.device, shape, cache, options)?;
         let tensors = bind(&mut attention, model, rows)?;
         let timer = SpanTimer::new(gpu, shape.num_layers)?;
         Ok(Self {
@@ -83,7 +83,7 @@ impl GpuAttention {
     pub(crate) fn rebuild(&mut self, model: &mut GpuModel) -> Result<(), RunError> {
         model.reserve(self.rows, self.logit_rows)?;
         let gpu = model.gpu();
-        self.attention.rebuild(&gpu.device, &gpu.queue)?;
+        self.attention.rebuild(&gpu.device)?;
         self.tensors = bind(&mut self.attention, model, self.rows)?;
         self.timer = SpanTimer::new(gpu, model.config().num_layers)?;
         Ok(())
