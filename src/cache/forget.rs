@@ -5,10 +5,11 @@
 
 use crate::cache::KvCache;
 use crate::cache::prefix_cache::MissReason;
-use crate::ids::{BlockId, TableId};
+use crate::ids::{BlockId, StepId, TableId};
 
 impl KvCache {
-    /// Forgets everything that lay on the device: to be called when the device is lost, or with it the arenas.
+    /// Forgets everything that lay on the device: to be called when the device is lost, or with it the arenas, and when a
+    /// step was committed that never ran there.
     ///
     /// - An outstanding step is rolled back; its plan is stale.
     /// - A table that held any block of the pool is empty: its length is 0, and its tokens are to be pushed again. It
@@ -19,7 +20,7 @@ impl KvCache {
     /// - The prefix cache is empty, pinned content included.
     ///
     /// Plans made from then on send the block tables in full, and do not read what the old device held:
-    /// `PagedAttention` takes no other after a rebuild.
+    /// `PagedAttention` takes no other after a rebuild, and needs none to take these.
     ///
     /// # Complexity
     /// O(blocks of the pool + table entries), however long the chains are that blocks are in.
@@ -45,6 +46,7 @@ impl KvCache {
             self.forget_all_prefixes();
         }
         self.forgotten_devices += 1;
+        self.last_committed = StepId::default();
     }
 
     /// How often [`forget_device`](Self::forget_device) was called. Every plan carries it.

@@ -105,6 +105,8 @@ pub struct KvCache {
     step_ins: Vec<BlockSwap>,
     step_copies: Vec<BlockCopy>,
     last_step: StepId,
+    /// The last committed step that wrote to tables; 0 since a device was forgotten.
+    last_committed: StepId,
     outstanding: bool,
     block_copies: u64,
     swapped_out: u64,
@@ -141,6 +143,7 @@ impl KvCache {
             step_ins: Vec::new(),
             step_copies: Vec::new(),
             last_step: StepId(0),
+            last_committed: StepId(0),
             outstanding: false,
             block_copies: 0,
             swapped_out: 0,

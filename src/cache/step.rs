@@ -224,6 +224,11 @@ impl KvCache {
         self.tables[table.row as usize].dirty_from
     }
 
+    /// The last step that was committed and wrote to tables, since the last device was forgotten.
+    pub(crate) fn last_committed(&self) -> StepId {
+        self.last_committed
+    }
+
     /// Whether `step` is the one outstanding.
     pub(crate) fn is_outstanding(&self, step: StepId) -> bool {
         self.outstanding && self.last_step == step
@@ -231,6 +236,9 @@ impl KvCache {
 
     /// Accepts the outstanding step: its growth stands, and the device has its tables.
     pub(crate) fn finish_step(&mut self) {
+        if !self.step_tables.is_empty() {
+            self.last_committed = self.last_step;
+        }
         for table in self.step_tables.drain(..) {
             let row = &mut self.tables[table.row as usize];
             if row.live && row.generation == table.generation {

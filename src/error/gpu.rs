@@ -195,7 +195,8 @@ impl fmt::Display for BindError {
 impl Error for BindError {}
 
 /// Why a plan cannot be prepared. [`StepsInFlight`](Self::StepsInFlight) and
-/// [`TransfersInFlight`](Self::TransfersInFlight) pass, memory may be had later, and after
+/// [`TransfersInFlight`](Self::TransfersInFlight) pass, memory may be had later, after
+/// [`StepNotExecuted`](Self::StepNotExecuted) the cache forgets what the device has, and after
 /// [`DeviceLost`](Self::DeviceLost) comes a [`rebuild`](crate::PagedAttention::rebuild); each other one means that the plan
 /// and the attention object do not belong together, or that the plan is broken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -356,6 +357,15 @@ pub enum PrepareError {
         /// The step whose block the slot is waiting for.
         step: u64,
     },
+    /// A step was committed that has not run on this device: it was not prepared, not all of it was recorded, or an encoder
+    /// that it was recorded into was dropped. What it was to write is missing. Call
+    /// [`Scheduler::forget_device`](crate::Scheduler::forget_device), or
+    /// [`KvCache::forget_device`](crate::KvCache::forget_device), and plan again: all that lay on the device is computed
+    /// again then. No rebuild is needed.
+    StepNotExecuted {
+        /// The first such step.
+        step: u64,
+    },
     /// A fixed-span step needs more partial results than the scratch buffer holds.
     ScratchTooSmall {
         /// Partial results needed.
@@ -477,6 +487,9 @@ impl fmt::Display for PrepareError {
             }
             Self::HostSlotAwaited { host_slot, step } => {
                 write!(f, "the block of step {step} has not arrived in slot {host_slot} of the host pool")
+            }
+            Self::StepNotExecuted { step } => {
+                write!(f, "step {step} was committed, but has not run on this device")
             }
             Self::ScratchTooSmall { needed, available } => {
                 write!(f, "the step has {needed} partial results, the scratch buffer holds {available}")

@@ -56,9 +56,8 @@ impl PlanChecker {
         }
     }
 
-    /// Checks every number of `plan`.
+    /// Checks every number of `plan`, whose origin was checked.
     pub(super) fn check(&mut self, plan: &StepPlan) -> Result<(), PrepareError> {
-        self.check_origin(plan)?;
         check_lengths(plan)?;
         self.check_tables(plan)?;
         self.check_sequences(plan)?;
@@ -72,6 +71,9 @@ impl PlanChecker {
         self.cache_instance = Some(plan.cache_instance());
         self.last_step = plan.step().raw();
         self.has_accepted = true;
+        if plan.forgotten_devices() > self.forgotten_devices {
+            self.known_entries.fill(0);
+        }
         self.forgotten_devices = plan.forgotten_devices();
     }
 
@@ -96,7 +98,8 @@ impl PlanChecker {
         }
     }
 
-    fn check_origin(&self, plan: &StepPlan) -> Result<(), PrepareError> {
+    /// Checks whose plan it is, and when it was made.
+    pub(super) fn check_origin(&self, plan: &StepPlan) -> Result<(), PrepareError> {
         if plan.fingerprint() != self.fingerprint {
             return Err(PrepareError::Fingerprint { plan: plan.fingerprint(), attention: self.fingerprint });
         }
@@ -130,7 +133,11 @@ impl PlanChecker {
     }
 
     fn check_tables(&mut self, plan: &StepPlan) -> Result<(), PrepareError> {
-        self.planned_entries.copy_from_slice(&self.known_entries);
+        match plan.forgotten_devices() > self.forgotten_devices {
+            // The tables are sent in full.
+            true => self.planned_entries.fill(0),
+            false => self.planned_entries.copy_from_slice(&self.known_entries),
+        }
         let mut next_start = 0u64;
         for &TableChange { table_row, first_entry, start, len } in plan.table_changes() {
             self.check_table_row(table_row)?;

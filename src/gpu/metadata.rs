@@ -16,6 +16,7 @@
 //! that is given the slot makes a new one.
 
 use crate::error::PrepareError;
+use crate::gpu::lease::Lease;
 use crate::gpu::params::{STEP_PARAMS_WORDS, StepParams};
 use crate::gpu::pipelines::Layouts;
 use crate::gpu::scope::{Refusal, guarded, is_lost};
@@ -53,7 +54,7 @@ pub(super) struct StepRecord {
 
 /// Buffers, bind group and lease of one step in flight.
 pub(super) struct Slot {
-    lease: Arc<()>,
+    lease: Arc<Lease>,
     capacity_words: u64,
     staging: Staging,
     pub(super) buffer: Buffer,
@@ -111,6 +112,11 @@ impl MetadataSlots {
         &self.slots[index]
     }
 
+    /// Whether the commands of the step that had a slot last have run, as soon as that is certain.
+    pub(super) fn outcome(&mut self, index: usize) -> Option<bool> {
+        Lease::outcome(&mut self.slots[index].lease)
+    }
+
     /// Bytes of all slots, on both sides.
     pub(super) fn bytes(&self) -> u64 {
         self.slots.iter().map(|slot| 2 * slot.capacity_words * 4).sum()
@@ -131,7 +137,7 @@ impl MetadataSlots {
         plan: &StepPlan,
         split: &WorkSplit,
         header_words: u32,
-    ) -> Result<(usize, Arc<()>), PrepareError> {
+    ) -> Result<(usize, Arc<Lease>), PrepareError> {
         let words = count_words(plan, split, header_words);
         if words * 4 > context.max_binding_bytes {
             return Err(PrepareError::MetadataTooLarge {
@@ -162,8 +168,15 @@ impl MetadataSlots {
 
     /// A slot that no step and no submission holds, with room for `words`.
     fn free_slot(&mut self, context: &SlotContext<'_>, words: u64) -> Result<usize, PrepareError> {
-        // `get_mut` also makes sure that whoever held the lease last is done with it.
-        let free = self.slots.iter_mut().position(|slot| Arc::get_mut(&mut slot.lease).is_some());
+        // `get_mut` also makes sure that the last holder of the lease is done with it.
+        let is_free = |slot: &mut Slot| match Arc::get_mut(&mut slot.lease) {
+            Some(lease) => {
+                *lease = Lease::default();
+                true
+            }
+            None => false,
+        };
+        let free = self.slots.iter_mut().position(is_free);
         let Some(index) = free else {
             if self.slots.len() == MAX_SLOTS {
                 return Err(PrepareError::StepsInFlight { max: MAX_SLOTS as u32 });
@@ -246,7 +259,7 @@ fn create_slot(
     };
     let staging = create_staging(context.device, bytes)?;
     let (buffer, group) = guarded(context.device, create).map_err(|refusal| prepare_error(refusal, bytes))?;
-    Ok(Slot { lease: Arc::new(()), capacity_words, staging, buffer, group, record })
+    Ok(Slot { lease: Arc::default(), capacity_words, staging, buffer, group, record })
 }
 
 /// Headers that the step needs: one, or as many as its longest list of dispatches.

@@ -22,6 +22,7 @@ mod capabilities;
 mod check;
 mod groups;
 mod host_pool;
+mod lease;
 mod memory;
 mod metadata;
 mod options;
@@ -50,6 +51,7 @@ use crate::schedule::{SplitConfig, StepPlan, TransferReport, WorkSplit};
 use capabilities::Capabilities;
 use check::PlanChecker;
 use groups::ArenaGroups;
+use lease::Ledger;
 use memory::{Allocator, DeviceMemory};
 use metadata::{MetadataSlots, SlotContext};
 use params::{LayerParams, STEP_PARAMS_WORDS};
@@ -119,6 +121,7 @@ pub struct PagedAttention {
     /// Words between headers of a step's dispatches.
     header_words: u32,
     checker: PlanChecker,
+    ledger: Ledger,
     split_config: SplitConfig,
     split: WorkSplit,
     transfers: Transfers,
@@ -205,6 +208,7 @@ impl PagedAttention {
             slots: MetadataSlots::default(),
             header_words: STEP_PARAMS_WORDS.next_multiple_of(alignment / 4),
             checker: PlanChecker::new(&cache),
+            ledger: Ledger::default(),
             split_config,
             split: WorkSplit::default(),
             transfers,
@@ -274,11 +278,16 @@ impl PagedAttention {
     ///
     /// # Errors
     /// [`PrepareError`]: the plan was not made for this cache, is older than another one that was prepared, or has a
-    /// number that no shader must see; too many steps are in flight; a block is to return that is not in the host pool; or
-    /// the device is lost. The plan is to be dropped then, and nothing has changed.
+    /// number that no shader must see; too many steps are in flight; a block is to return that is not in the host pool; a
+    /// step was committed that never ran; or the device is lost. The plan is to be dropped then, and nothing has changed.
     pub fn prepare(&mut self, plan: &StepPlan) -> Result<PreparedStep, PrepareError> {
         if self.is_retired {
             return Err(PrepareError::DeviceLost);
+        }
+        self.checker.check_origin(plan)?;
+        if let Some(step) = self.ledger.update(plan, &mut self.slots) {
+            let lost = is_lost(&self.device);
+            return Err(if lost { PrepareError::DeviceLost } else { PrepareError::StepNotExecuted { step } });
         }
         self.checker.check(plan)?;
         self.split.split(plan, &self.split_config);
@@ -287,6 +296,7 @@ impl PagedAttention {
         let (slot, lease) = self.slots.pack(&context, plan, &self.split, self.header_words)?;
         let transfer = self.transfers.prepare(plan)?;
         self.checker.accept(plan);
+        self.ledger.prepared(plan, slot);
         let slot_state = self.slots.slot(slot);
         self.stats.step_uploaded_bytes = slot_state.record.bytes;
         self.stats.step_dispatches = 0;

@@ -2,6 +2,7 @@
 
 use crate::error::RecordError;
 use crate::gpu::PagedAttention;
+use crate::gpu::lease::{Commands, Lease};
 use crate::gpu::params::StepParams;
 use crate::gpu::tensors::BoundTensors;
 use std::sync::Arc;
@@ -19,7 +20,7 @@ const COPY_UNITS: u64 = 1024;
 pub struct PreparedStep {
     pub(super) attention: u64,
     pub(super) slot: usize,
-    pub(super) lease: Arc<()>,
+    pub(super) lease: Arc<Lease>,
     pub(super) metadata: wgpu::Buffer,
     pub(super) params: StepParams,
     /// Counts the arrivals of the step's swaps, if it has any; given away when they are recorded.
@@ -97,8 +98,8 @@ impl PagedAttention {
             return step.mistake(RecordError::TransfersOutOfOrder);
         }
         step.progress.transfers = true;
-        let lease = Arc::clone(&step.lease);
-        encoder.on_submitted_work_done(move || drop(lease));
+        let commands = Commands::new(&step.lease);
+        encoder.on_submitted_work_done(move || commands.completed());
         let slot = self.slots.slot(step.slot);
         slot.record_upload(encoder);
         let record = &slot.record;
@@ -107,6 +108,9 @@ impl PagedAttention {
             self.transfers.record(encoder, &self.memory.arenas, stamp, &arrivals);
         }
         self.checker.record_changes(&record.table_changes);
+        if step.params.num_rows == 0 && record.num_block_copies == 0 {
+            step.lease.complete();
+        }
         if record.table_changes.is_empty() {
             return;
         }
@@ -160,14 +164,18 @@ impl PagedAttention {
         }
         pass.pop_debug_group();
         self.stats.step_dispatches = step.dispatches;
+        if step.rows() == 0 {
+            step.lease.complete();
+        }
     }
 
     /// Records one layer: writes the step's keys and values into their blocks, and computes the attention of its rows.
     ///
     /// Layers come in order, each once, after [`record_block_copies`](Self::record_block_copies). At most three
     /// dispatches in a step of single rows (append, attention, merge), four in a mixed one, and more only where the
-    /// work budget cuts a dispatch. That the last layers are missing is not noticed: record all of them before the step is
-    /// submitted and committed.
+    /// work budget cuts a dispatch. A step that is committed although a layer is missing, or although an encoder that has
+    /// some of it was dropped, has not run: later plans are
+    /// [`PrepareError::StepNotExecuted`](crate::PrepareError::StepNotExecuted).
     ///
     /// Changes the pass's pipeline and bind groups 0 to 2.
     ///
@@ -200,6 +208,9 @@ impl PagedAttention {
     ) -> Result<(), RecordError> {
         self.check_layer(step, layer, tensors)?;
         step.progress.next_layer += 1;
+        if step.progress.next_layer == self.shape.num_layers {
+            step.lease.complete();
+        }
         if step.rows() == 0 {
             return Ok(());
         }
@@ -348,6 +359,6 @@ impl PagedAttention {
 
 /// Keeps the step's metadata until the submission that the pass becomes part of has completed, or will never be.
 fn hold_lease(pass: &mut ComputePass<'_>, step: &PreparedStep) {
-    let lease = Arc::clone(&step.lease);
-    pass.on_submitted_work_done(move || drop(lease));
+    let commands = Commands::new(&step.lease);
+    pass.on_submitted_work_done(move || commands.completed());
 }

@@ -4,8 +4,8 @@ use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::State;
 
 impl Scheduler {
-    /// Forgets everything that lay on the device: to be called when the device is lost, before the next
-    /// [`schedule`](Self::schedule). Nobody's tokens are lost, and those generated afterwards are the same.
+    /// Forgets everything that lay on the device: to be called when the device is lost, or when a step was committed that
+    /// never ran there, before the next [`schedule`](Self::schedule). Nobody's tokens are lost, and those generated afterwards are the same.
     ///
     /// - A plan that was neither committed nor dropped is rolled back; committing it is
     ///   [`CommitError::StalePlan`](crate::CommitError::StalePlan). What was asked of its sequences meanwhile (abort, fork,

@@ -24,6 +24,7 @@ pub(super) fn begin_plan(cache: &mut KvCache, plan: &mut StepPlan) {
     plan.cache_instance = cache.instance();
     plan.fingerprint = cache.config().fingerprint();
     plan.forgotten_devices = cache.forgotten_devices();
+    plan.last_committed = cache.last_committed();
     plan.query_starts.push(0);
 }
 

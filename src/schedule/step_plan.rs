@@ -55,7 +55,8 @@ pub struct LogitRow {
 /// Row `i` of a sequence with `n` rows and context `c` sees the keys `0 ..= c - n + i`.
 ///
 /// Dropping a plan undoes it: the next `schedule` rolls its growth back. Committing one asserts that its commands were
-/// submitted.
+/// submitted. Where they were not, the device part finds out and says so when the next plan is prepared
+/// (`PrepareError::StepNotExecuted`).
 #[must_use = "a plan that is not committed is rolled back by the next `schedule`"]
 #[derive(Debug, Default)]
 pub struct StepPlan {
@@ -63,6 +64,7 @@ pub struct StepPlan {
     pub(crate) cache_instance: u64,
     pub(crate) fingerprint: u64,
     pub(crate) forgotten_devices: u64,
+    pub(crate) last_committed: StepId,
     pub(crate) token_ids: Vec<u32>,
     pub(crate) positions: Vec<u32>,
     pub(crate) slot_mapping: Vec<u32>,
@@ -97,6 +99,13 @@ impl StepPlan {
     /// that lay on those.
     pub fn forgotten_devices(&self) -> u64 {
         self.forgotten_devices
+    }
+
+    /// The last step before this one that was committed and has rows, since the cache last
+    /// [forgot a device](crate::KvCache::forget_device); 0 if there is none. This one relies on what that one and those
+    /// before it have written.
+    pub fn last_committed(&self) -> StepId {
+        self.last_committed
     }
 
     /// Rows of the step, padding included.

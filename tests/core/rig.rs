@@ -122,6 +122,8 @@ impl Rig {
         for table in tables {
             self.kv.release(table).expect("a table");
         }
+        // No device has run that step, nor shall any rely on it.
+        self.kv.forget_device();
         self.kv.assert_consistent();
     }
 

@@ -13,6 +13,7 @@ mod hidden_window;
 mod kernel_bugs;
 mod kernels;
 mod long_contexts;
+mod never_ran;
 mod other_devices;
 mod outside_readers;
 mod profiles;

@@ -343,7 +343,6 @@ fn a_metadata_slot_is_kept_until_its_submission_has_completed() {
         assert!(!steps.contains(step.metadata()), "a slot that is in use was given out again");
         steps.push(step.metadata().clone());
         encoders.push(encoder);
-        setup.kv.commit_step(plan).expect("the outstanding plan");
     }
     let plan = setup.plan(&[(table, 1)]);
     // The steps themselves are gone; their commands are not.
@@ -378,18 +377,6 @@ fn plans_of_another_cache_and_old_plans_are_refused() {
     let mut step = StepBuilder::new(&mut larger);
     step.push(table, &[1]).expect("a free block");
     assert!(matches!(setup.attention.prepare(&step.finish()), Err(PrepareError::Fingerprint { .. })));
-}
-
-#[test]
-fn a_context_beyond_what_the_device_was_told_is_refused() {
-    let mut setup = Setup::noop();
-    let table = setup.open();
-    // Committed, but its table changes were never recorded.
-    let plan = setup.plan(&[(table, 20)]);
-    setup.kv.commit_step(plan).expect("the outstanding plan");
-    let plan = setup.plan(&[(table, 1)]);
-    let refused = setup.attention.prepare(&plan).err();
-    assert_eq!(refused, Some(PrepareError::EntriesUnknown { sequence: 0, needed: 2, known: 0 }));
 }
 
 #[test]

@@ -15,6 +15,7 @@ use wgpu::{CommandEncoder, Features, Limits};
 use crate::device::{TestAdapter, TestDevice, noop_device, on_each_adapter, open_noop_without_limits};
 use crate::device_rig::{DeviceRig, on_each_adapter_but_gl, open};
 use crate::rig::{Random, Rig, Tensors};
+use crate::steps::step;
 
 fn swap(block: u32, host_slot: u32) -> BlockSwap {
     BlockSwap { block, host_slot }
@@ -210,7 +211,7 @@ fn a_block_leaves_and_returns_before_it_is_copied_and_written() {
         let gpu = open(adapter);
         let mut rig = setup(&gpu, AttentionOptions::default());
         let parent = rig.host.open();
-        rig.host.fill(&[(parent, 6)]);
+        step(&mut rig, &[(parent, 6)]);
         rig.scramble();
         let child = rig.host.kv.fork(parent, 6, 16).expect("a free table");
         let other = 11;
