@@ -19,7 +19,7 @@ fn append(
     @builtin(local_invocation_index) lane: u32,
 ) {
     let row = workgroup_index(workgroup);
-    if (row >= plan.num_rows) {
+    if (row >= plan.num_rows || plan.num_rows > tensors.num_rows) {
         return;
     }
     let slot = metadata[plan.slot_mapping + row];

@@ -23,7 +23,7 @@ fn partial_of(span: Span, query: u32) -> u32 {
 fn decode(workgroup: vec3<u32>, invocation: Invocation) {
     let per_item = layer.num_kv_heads * layer.head_tiles;
     let index = workgroup_index(workgroup);
-    if (index >= plan.num_decode_items * per_item) {
+    if (index >= plan.num_decode_items * per_item || plan.num_rows > tensors.num_rows) {
         return;
     }
     let item = plan.decode_items + (index / per_item) * 4u;

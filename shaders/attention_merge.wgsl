@@ -22,7 +22,7 @@ fn attention_merge(
 ) {
     let index = workgroup_index(workgroup) * WORKGROUP + lane;
     let per_item = layer.num_query_heads * HEAD_VECS;
-    if (index >= plan.num_merge_items * per_item) {
+    if (index >= plan.num_merge_items * per_item || plan.num_rows > tensors.num_rows) {
         return;
     }
     let item = plan.merge_items + (index / per_item) * 4u;

@@ -29,7 +29,7 @@ fn row_in_tile(span: Span, query: u32) -> u32 {
 
 fn prefill(workgroup: vec3<u32>, invocation: Invocation) {
     let index = workgroup_index(workgroup);
-    if (index >= plan.num_prefill_items * layer.num_kv_heads) {
+    if (index >= plan.num_prefill_items * layer.num_kv_heads || plan.num_rows > tensors.num_rows) {
         return;
     }
     let item = plan.prefill_items + (index / layer.num_kv_heads) * ITEM_WORDS;

@@ -45,12 +45,17 @@ struct LayerParams {
 @group(0) @binding(2) var<storage, read> block_tables: array<u32>;
 @group(0) @binding(3) var<uniform> layer: LayerParams;
 
-// Rows of the app's tensors, in units of four elements.
+// Distances between rows of the app's tensors, in units of four elements, and how many rows they all have. A step that has
+// more is not the one that was recorded, whose metadata has not arrived: nothing of it is computed.
 struct TensorParams {
     query_stride: u32,
     key_stride: u32,
     value_stride: u32,
     output_stride: u32,
+    num_rows: u32,
+    padding_0: u32,
+    padding_1: u32,
+    padding_2: u32,
 }
 
 const WORKGROUP = 64u;

@@ -14,6 +14,11 @@
 //! next submission, and an application that does not draw (its window is hidden, say) may prepare steps for hours without
 //! one. What a step that is dropped has taken here is free at once: where its commands unmapped the buffer, the next step
 //! that is given the slot makes a new one.
+//!
+//! An application can submit a step's layers without the copy. They then read what the slot held before, and that must be
+//! harmless: every word that a header is read from is a header of an earlier step of the slot or zero, so all slots have
+//! as many headers as any step has needed; and an earlier step may have had more rows than the tensors that are bound, so
+//! the shaders compare the two.
 
 use crate::error::PrepareError;
 use crate::gpu::lease::Lease;
@@ -56,6 +61,7 @@ pub(super) struct StepRecord {
 pub(super) struct Slot {
     lease: Arc<Lease>,
     capacity_words: u64,
+    num_headers: u32,
     staging: Staging,
     pub(super) buffer: Buffer,
     pub(super) group: wgpu::BindGroup,
@@ -102,6 +108,8 @@ pub(super) struct SlotContext<'a> {
 pub(super) struct MetadataSlots {
     slots: Vec<Slot>,
     words: Vec<u32>,
+    /// Headers of every slot: as many as a step has needed, rounded up to a power of two.
+    num_headers: u32,
     /// Created so far.
     pub(super) num_buffers: u32,
     pub(super) num_groups: u32,
@@ -124,6 +132,7 @@ impl MetadataSlots {
 
     /// Makes two slots, so that a step can be prepared while another is on the device.
     pub(super) fn fill(&mut self, context: &SlotContext<'_>) -> Result<(), PrepareError> {
+        self.num_headers = self.num_headers.max(1);
         while self.slots.len() < 2 {
             self.add_slot(context, FIRST_SLOT_WORDS)?;
         }
@@ -138,19 +147,24 @@ impl MetadataSlots {
         split: &WorkSplit,
         header_words: u32,
     ) -> Result<(usize, Arc<Lease>), PrepareError> {
-        let words = count_words(plan, split, header_words);
+        let num_headers = num_headers(split).next_power_of_two().max(self.num_headers);
+        let arrays_start = (num_headers - 1) * header_words + STEP_PARAMS_WORDS;
+        let words = u64::from(arrays_start) + count_words(plan, split);
         if words * 4 > context.max_binding_bytes {
             return Err(PrepareError::MetadataTooLarge {
                 bytes: words * 4,
                 max_bytes: context.max_binding_bytes,
             });
         }
+        self.num_headers = num_headers;
         let index = self.free_slot(context, words)?;
         let slot = &mut self.slots[index];
         if !slot.staging.is_mapped.load(Ordering::Acquire) {
             slot.staging = create_staging(context.device, slot.capacity_words * 4)?;
             self.num_buffers += 1;
         }
+        self.words.clear();
+        self.words.resize(arrays_start as usize, 0);
         pack(plan, split, header_words, &mut self.words, &mut slot.record);
         let bytes: &[u8] = bytemuck::cast_slice(&self.words);
         slot.record.bytes = bytes.len() as u64;
@@ -185,10 +199,11 @@ impl MetadataSlots {
             return Ok(self.slots.len() - 1);
         };
         let slot = &mut self.slots[index];
-        if slot.capacity_words < words {
+        if slot.capacity_words < words || slot.num_headers < self.num_headers {
             let record = std::mem::take(&mut slot.record);
             let max_words = context.max_binding_bytes / 4;
-            *slot = create_slot(context, words.next_power_of_two().min(max_words), record)?;
+            let words = words.next_power_of_two().max(slot.capacity_words).min(max_words);
+            *slot = create_slot(context, words, self.num_headers, record)?;
             self.num_buffers += 2;
             self.num_groups += 1;
         }
@@ -197,7 +212,7 @@ impl MetadataSlots {
 
     fn add_slot(&mut self, context: &SlotContext<'_>, words: u64) -> Result<(), PrepareError> {
         let words = words.next_power_of_two().max(FIRST_SLOT_WORDS).min(context.max_binding_bytes / 4);
-        self.slots.push(create_slot(context, words, StepRecord::default())?);
+        self.slots.push(create_slot(context, words, self.num_headers, StepRecord::default())?);
         self.num_buffers += 2;
         self.num_groups += 1;
         Ok(())
@@ -226,6 +241,7 @@ fn prepare_error(refusal: Refusal, asked_bytes: u64) -> PrepareError {
 fn create_slot(
     context: &SlotContext<'_>,
     capacity_words: u64,
+    num_headers: u32,
     record: StepRecord,
 ) -> Result<Slot, PrepareError> {
     let bytes = capacity_words * 4;
@@ -259,29 +275,25 @@ fn create_slot(
     };
     let staging = create_staging(context.device, bytes)?;
     let (buffer, group) = guarded(context.device, create).map_err(|refusal| prepare_error(refusal, bytes))?;
-    Ok(Slot { lease: Arc::default(), capacity_words, staging, buffer, group, record })
+    Ok(Slot { lease: Arc::default(), capacity_words, num_headers, staging, buffer, group, record })
 }
 
-/// Headers that the step needs: one, or as many as its longest list of dispatches.
-fn num_headers(split: &WorkSplit) -> usize {
-    split.decode_dispatches.len().max(split.prefill_dispatches.len()).max(1)
+/// Headers that the step needs: one, or as many as its longest list of dispatches. They lie `header_words` apart, and the
+/// arrays follow the last one directly.
+fn num_headers(split: &WorkSplit) -> u32 {
+    split.decode_dispatches.len().max(split.prefill_dispatches.len()).max(1) as u32
 }
 
-/// Words before the first array: further headers lie `header_words` apart, the array follows the last one directly.
-fn headers_end(split: &WorkSplit, header_words: u32) -> u64 {
-    (num_headers(split) as u64 - 1) * u64::from(header_words) + u64::from(STEP_PARAMS_WORDS)
-}
-
-fn count_words(plan: &StepPlan, split: &WorkSplit, header_words: u32) -> u64 {
-    let arrays = 3 * u64::from(plan.num_rows())
+/// Words of all arrays.
+fn count_words(plan: &StepPlan, split: &WorkSplit) -> u64 {
+    3 * u64::from(plan.num_rows())
         + plan.query_starts().len() as u64
         + 2 * u64::from(plan.num_sequences())
         + 4 * (split.decode_items.len() + split.merge_items.len()) as u64
         + u64::from(PrefillItem::WORDS) * split.prefill_items.len() as u64
         + 2 * plan.block_copies().len() as u64
         + plan.changed_entries().len() as u64
-        + u64::from(has_swaps(plan));
-    headers_end(split, header_words) + arrays
+        + u64::from(has_swaps(plan))
 }
 
 /// Whether the plan moves blocks to or from the host pool.
@@ -289,6 +301,7 @@ pub(super) fn has_swaps(plan: &StepPlan) -> bool {
     !plan.swap_outs().is_empty() || !plan.swap_ins().is_empty()
 }
 
+/// Appends the arrays to `words`, which has room for the headers, and writes those that are needed.
 fn pack(
     plan: &StepPlan,
     split: &WorkSplit,
@@ -296,8 +309,6 @@ fn pack(
     words: &mut Vec<u32>,
     record: &mut StepRecord,
 ) {
-    words.clear();
-    words.resize(headers_end(split, header_words) as usize, 0);
     let mut append = |array: &mut dyn Iterator<Item = u32>| {
         let start = words.len() as u32;
         words.extend(array);
@@ -346,7 +357,7 @@ fn pack(
 fn write_headers(split: &WorkSplit, header_words: u32, words: &mut [u32], record: &mut StepRecord) {
     record.decode_dispatches.clear();
     record.prefill_dispatches.clear();
-    for header in 0..num_headers(split) {
+    for header in 0..num_headers(split) as usize {
         let mut params = record.params;
         if let Some(range) = split.decode_dispatches.get(header) {
             params.decode_items += 4 * range.start;

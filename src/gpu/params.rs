@@ -66,7 +66,7 @@ pub struct LayerParams {
     pub padding: [u32; 3],
 }
 
-/// Distances between rows of the application's tensors, in units of four elements.
+/// Distances between rows of the application's tensors, in units of four elements, and how many there are.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 pub struct TensorParams {
@@ -78,6 +78,10 @@ pub struct TensorParams {
     pub value_stride: u32,
     /// Output rows.
     pub output_stride: u32,
+    /// Rows that all of them have.
+    pub num_rows: u32,
+    /// Always 0.
+    pub padding: [u32; 3],
 }
 
 /// Words of [`StepParams`].
@@ -85,4 +89,4 @@ pub(super) const STEP_PARAMS_WORDS: u32 = 16;
 
 const _: () = assert!(size_of::<StepParams>() == 4 * STEP_PARAMS_WORDS as usize);
 const _: () = assert!(size_of::<LayerParams>() == 48);
-const _: () = assert!(size_of::<TensorParams>() == 16);
+const _: () = assert!(size_of::<TensorParams>() == 32);

@@ -253,7 +253,9 @@ fn shader_module(device: &wgpu::Device, label: &str, wgsl: String, checked: bool
     // checks each block id, slot, table row, context length, query range and copy of a plan against that
     // configuration, and each length against its array; `bind_tensors` and `record_layer` check that the tensors have
     // the step's rows. A device's block tables start as zeros, a valid block id, and take only entries that `prepare`
-    // has checked. A slot of metadata is not rewritten before the submissions that read it have completed. All loops
-    // have bounds from the same numbers. Whoever replaces fragments promises the same of them.
+    // has checked. A slot of metadata is not rewritten before the submissions that read it have completed; where a step's
+    // upload does not run before its layers, they read what an earlier step of the same pool has left, whose numbers were
+    // checked as well, and which the shaders give up if it has more rows than the tensors (see `metadata.rs`). All loops
+    // have bounds from the same numbers. What replaces fragments was promised to keep to the same.
     unsafe { device.create_shader_module_trusted(descriptor, ShaderRuntimeChecks::unchecked()) }
 }

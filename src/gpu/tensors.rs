@@ -86,11 +86,14 @@ impl Binder<'_> {
                 return Err(BindError::OutputAliases { tensor });
             }
         }
+        let rows = query.rows.min(key.rows).min(value.rows).min(output.rows);
         let params = TensorParams {
             query_stride: query.row_stride / 4,
             key_stride: key.row_stride / 4,
             value_stride: value.row_stride / 4,
             output_stride: output.row_stride / 4,
+            num_rows: rows,
+            padding: [0; 3],
         };
         let bytes = bytemuck::bytes_of(&params);
         let params = create_uniform(self.device, "paged_kv.tensors", bytes)
@@ -108,7 +111,6 @@ impl Binder<'_> {
             &params,
             [tensor("query", query, query_bytes), tensor("output", output, output_bytes)],
         )?;
-        let rows = query.rows.min(key.rows).min(value.rows).min(output.rows);
         Ok(BoundTensors { attention: self.attention, rows, append, attend })
     }
 

@@ -129,6 +129,47 @@ fn b54_a_chunk_whose_encoder_was_dropped_is_computed_again_and_never_counted() {
     });
 }
 
+/// What they read then is an earlier step's: here one of more rows than the tensors have.
+#[test]
+fn layers_that_run_without_their_upload_write_nothing_that_the_tensors_have_no_rows_for() {
+    on_each_adapter_but_gl(|adapter| {
+        let gpu = open(adapter);
+        let mut app = App::new(&gpu);
+        app.add(&[7; 4]);
+        assert_eq!(app.step(), Ok(vec![7.0]));
+        let slice = |buffer| TensorSlice { buffer, offset: 0, row_stride: 8, rows: 1 };
+        let zero = gpu.device.create_buffer(&wgpu::BufferDescriptor {
+            label: None,
+            size: 32,
+            usage: BufferUsages::STORAGE,
+            mapped_at_creation: false,
+        });
+        let [query, key] = [(); 2].map(|()| slice(&zero));
+        let tensors = LayerTensors { query, key, value: slice(&app.value), output: slice(&app.output) };
+        app.tensors = app.attention.bind_tensors(&tensors).expect("valid tensors");
+        gpu.queue.write_buffer(&app.output, 0, bytemuck::cast_slice(&[f32::NAN; 8 * ROWS as usize]));
+
+        let plan = app.schedule().expect("the next token");
+        assert_eq!(plan.num_rows(), 1);
+        let mut step = app.attention.prepare(&plan).expect("a valid plan");
+        let mut upload = gpu.device.create_command_encoder(&Default::default());
+        app.attention.record_transfers(&mut upload, &mut step);
+        let mut encoder = gpu.device.create_command_encoder(&Default::default());
+        let mut pass = encoder.begin_compute_pass(&Default::default());
+        app.attention.record_block_copies(&mut pass, &mut step);
+        for layer in 0..SHAPE.num_layers {
+            app.attention.record_layer(&mut pass, &mut step, layer, &app.tensors).expect("the right order");
+        }
+        drop((pass, upload));
+        app.submit(&plan, encoder);
+        let output: Vec<f32> = read(&gpu, &app.output);
+        assert!(output.iter().all(|x| x.is_nan()), "{output:?}");
+        // With its upload it is computed.
+        drop((plan, step));
+        assert_eq!(app.step(), Ok(vec![37.0 / 5.0]));
+    });
+}
+
 /// What becomes of a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fate {

@@ -247,6 +247,9 @@ impl Raw<'_> {
             key_stride: block.num_kv_heads * block.k_head_dim / 4,
             value_stride: block.num_kv_heads * block.v_head_dim / 4,
             output_stride: self.num_query_heads * block.v_head_dim / 4,
+            // As many as any step has.
+            num_rows: u32::MAX,
+            padding: [0; 3],
         }
     }
 

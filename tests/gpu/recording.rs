@@ -192,6 +192,25 @@ fn the_work_budget_cuts_dispatches() {
     assert_eq!(setup.attention.stats().step_dispatches, 3 * SHAPE.num_layers);
 }
 
+/// Every dispatch has a header of its own; none may be read where something else was.
+#[test]
+fn a_step_that_is_cut_into_more_dispatches_than_any_before_gets_a_buffer_of_its_own() {
+    let options = AttentionOptions::default().dispatch_work_budget(10).target_workgroups(1);
+    let mut setup = Setup::new(noop(), config(), options);
+    let table = setup.open();
+    let mut buffer_of = |rows| {
+        let plan = setup.plan(&[(table, rows)]);
+        let buffer = setup.attention.prepare(&plan).expect("a valid plan").metadata().clone();
+        (buffer, setup.attention.stats().step_uploaded_bytes)
+    };
+    let (one, few_bytes) = buffer_of(1);
+    assert!(buffer_of(1).0 == one && few_bytes < 256);
+    let (many, _) = buffer_of(32);
+    assert!(many != one);
+    let (again, bytes) = buffer_of(1);
+    assert!(again == many && bytes > 4 * 256, "headers that are not used are zero: {bytes} bytes");
+}
+
 #[test]
 fn block_copies_are_one_dispatch_per_arena_and_only_if_there_are_any() {
     let mut setup = Setup::noop();

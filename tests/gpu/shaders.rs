@@ -93,7 +93,7 @@ fn host_structs_have_the_offsets_of_the_shaders() {
             "TensorParams",
             (
                 size_of::<TensorParams>(),
-                offsets! { TensorParams: query_stride, key_stride, value_stride, output_stride },
+                offsets! { TensorParams: query_stride, key_stride, value_stride, output_stride, num_rows },
             ),
         ),
     ]
