@@ -5,9 +5,13 @@
 
 #[cfg(feature = "wgpu")]
 mod gpu;
+#[cfg(feature = "wgpu")]
+mod plan_fault;
 
 #[cfg(feature = "wgpu")]
 pub use gpu::{BindError, DeviceError, PrepareError, RecordError};
+#[cfg(feature = "wgpu")]
+pub use plan_fault::PlanFault;
 
 use crate::ids::{SequenceId, StepId, TableId};
 use std::fmt;

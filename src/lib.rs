@@ -39,7 +39,7 @@ pub use schedule::{
 pub use faults::Fault;
 
 #[cfg(feature = "wgpu")]
-pub use error::{BindError, DeviceError, PrepareError, RecordError};
+pub use error::{BindError, DeviceError, PlanFault, PrepareError, RecordError};
 #[cfg(feature = "wgpu")]
 #[doc(hidden)]
 pub use gpu::shaders;

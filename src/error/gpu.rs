@@ -1,6 +1,6 @@
 //! Errors of the device part: creating it, binding tensors, preparing a step, recording it.
 
-use crate::error::ConfigError;
+use crate::error::{ConfigError, PlanFault};
 use std::error::Error;
 use std::fmt;
 
@@ -21,6 +21,8 @@ pub enum DeviceError {
     },
     /// A limit that the application enabled is too low.
     LimitTooLow {
+        /// What it is too low for: the kernels, or a buffer.
+        object: &'static str,
         /// Its name in `wgpu::Limits`.
         limit: &'static str,
         /// What is needed.
@@ -55,8 +57,8 @@ impl fmt::Display for DeviceError {
             Self::ShapeMismatch { field, shape, cache } => {
                 write!(f, "the shape has {field} {shape} but the cache was made for {cache}")
             }
-            Self::LimitTooLow { limit, needed, actual } => {
-                write!(f, "the device has enabled {limit} of {actual}, {needed} is needed")
+            Self::LimitTooLow { object, limit, needed, actual } => {
+                write!(f, "the device has enabled {limit} of {actual}, {object} need {needed}")
             }
             Self::OutOfMemory { object, asked_bytes, created_bytes } => write!(
                 f,
@@ -152,8 +154,13 @@ pub enum BindError {
     },
     /// The device is lost: see [`PagedAttention::rebuild`](crate::PagedAttention::rebuild).
     DeviceLost,
-    /// The device refused the tensor's buffer: it is another device's, or was destroyed. Buffers of another
-    /// `wgpu::Instance` go unnoticed, by wgpu itself.
+    /// The tensor's buffer was destroyed.
+    Destroyed {
+        /// Which tensor.
+        tensor: &'static str,
+    },
+    /// The device refused the tensor's buffer: it is another device's. Buffers of another `wgpu::Instance` go unnoticed, by
+    /// wgpu itself.
     Refused {
         /// Which tensor.
         tensor: &'static str,
@@ -185,6 +192,7 @@ impl fmt::Display for BindError {
             Self::OutputAliases { tensor } => write!(f, "output lies in the buffer of {tensor}"),
             Self::OutOfMemory { asked_bytes } => write!(f, "no device memory for {asked_bytes} bytes"),
             Self::DeviceLost => f.write_str("the device is lost"),
+            Self::Destroyed { tensor } => write!(f, "the buffer of {tensor} was destroyed"),
             Self::Refused { tensor } => {
                 write!(f, "the device refused the buffer of {tensor}, which is another device's")
             }
@@ -209,11 +217,12 @@ pub enum PrepareError {
         /// The attention object's.
         attention: u64,
     },
-    /// The plan comes from another cache than the first plan did; the blocks on the device belong to that one.
+    /// The plan comes from another cache than the one whose blocks are on the device: the one given to
+    /// [`use_cache`](crate::PagedAttention::use_cache), or else that of the first plan that was prepared.
     CacheInstance {
         /// The plan's cache.
         plan: u64,
-        /// The cache of the first plan.
+        /// The cache that is bound.
         attention: u64,
     },
     /// The step was prepared before, or is older than one that was.
@@ -223,127 +232,8 @@ pub enum PrepareError {
         /// The last step prepared.
         last: u64,
     },
-    /// An array has not the length that the others ask for.
-    Length {
-        /// Which array.
-        array: &'static str,
-        /// Its length.
-        actual: u64,
-        /// The length it must have.
-        expected: u64,
-    },
-    /// The rows of a sequence end before they start or beyond the step's rows, or the first does not start at 0.
-    QueryStarts {
-        /// Index of the sequence.
-        sequence: u32,
-        /// First row.
-        start: u32,
-        /// End of its rows.
-        end: u32,
-    },
-    /// A sequence has more rows than its context has tokens.
-    RowsExceedContext {
-        /// Index of the sequence.
-        sequence: u32,
-        /// Its rows.
-        rows: u32,
-        /// Its context length.
-        context: u32,
-    },
-    /// A context is longer than the declared maximum.
-    ContextTooLong {
-        /// Index of the sequence.
-        sequence: u32,
-        /// Its context length.
-        context: u32,
-        /// Most tokens of a sequence.
-        max: u32,
-    },
-    /// A block table does not exist.
-    TableRow {
-        /// The row asked for.
-        table_row: u32,
-        /// Number of tables.
-        max_sequences: u32,
-    },
-    /// A context reaches beyond the block-table entries that the device has been given.
-    EntriesUnknown {
-        /// Index of the sequence.
-        sequence: u32,
-        /// Entries that its context needs.
-        needed: u32,
-        /// Entries that its table has.
-        known: u32,
-    },
-    /// Changed entries do not lie within their table, or leave a gap before them.
-    TableRange {
-        /// Row of the table.
-        table_row: u32,
-        /// First changed entry.
-        first_entry: u32,
-        /// Number of changed entries.
-        len: u32,
-        /// Entries of the table that may be written: those known, or the table's capacity.
-        entries: u32,
-    },
-    /// A block does not exist.
-    BlockOutOfRange {
-        /// The block.
-        block: u32,
-        /// Number of blocks.
-        num_blocks: u32,
-    },
-    /// A slot does not exist.
-    SlotOutOfRange {
-        /// The row that it is for.
-        row: u32,
-        /// The slot.
-        slot: u32,
-        /// Number of slots.
-        num_slots: u32,
-    },
-    /// Two rows are written to one slot.
-    SlotTwice {
-        /// The slot.
-        slot: u32,
-    },
-    /// A row that belongs to no sequence has a slot.
-    RowWithoutSequence {
-        /// The row.
-        row: u32,
-    },
-    /// A block is source and destination of copies of one step.
-    CopyConflict {
-        /// The block.
-        block: u32,
-    },
-    /// A block is the destination of two copies.
-    CopyDestinationTwice {
-        /// The block.
-        block: u32,
-    },
-    /// A slot of the host pool does not exist.
-    HostSlotOutOfRange {
-        /// The slot.
-        host_slot: u32,
-        /// Blocks in the host pool.
-        host_blocks: u32,
-    },
-    /// A block leaves for the host pool twice, or is brought back twice.
-    SwapTwice {
-        /// The block.
-        block: u32,
-    },
-    /// Two blocks go to one slot of the host pool, or come from one.
-    HostSlotTwice {
-        /// The slot.
-        host_slot: u32,
-    },
-    /// A slot of the host pool is to give a block back and to take another one.
-    HostSlotConflict {
-        /// The slot.
-        host_slot: u32,
-    },
+    /// A number of the plan cannot be right: a bug in what made it. Nothing was uploaded.
+    InvalidPlan(PlanFault),
     /// A block is to be brought back from a slot of the host pool that holds none.
     HostSlotEmpty {
         /// The slot.
@@ -421,6 +311,7 @@ pub enum PrepareError {
 impl fmt::Display for PrepareError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
+            Self::InvalidPlan(fault) => fault.fmt(f),
             Self::Fingerprint { plan, attention } => write!(
                 f,
                 "the plan is for a cache of configuration {plan:#018x}, the attention object for {attention:#018x}"
@@ -433,54 +324,6 @@ impl fmt::Display for PrepareError {
             }
             Self::StepNotNewer { step, last } => {
                 write!(f, "step {step} is not newer than step {last}, which was prepared before")
-            }
-            Self::Length { array, actual, expected } => {
-                write!(f, "{array} has {actual} entries instead of {expected}")
-            }
-            Self::QueryStarts { sequence, start, end } => {
-                write!(f, "sequence {sequence} cannot have the rows {start}..{end}")
-            }
-            Self::RowsExceedContext { sequence, rows, context } => {
-                write!(f, "sequence {sequence} has {rows} rows but a context of {context}")
-            }
-            Self::ContextTooLong { sequence, context, max } => {
-                write!(f, "sequence {sequence} has a context of {context}, at most {max} were declared")
-            }
-            Self::TableRow { table_row, max_sequences } => {
-                write!(f, "block table {table_row} does not exist, there are {max_sequences}")
-            }
-            Self::EntriesUnknown { sequence, needed, known } => {
-                write!(f, "sequence {sequence} needs {needed} block-table entries, the device has {known}")
-            }
-            Self::TableRange { table_row, first_entry, len, entries } => {
-                write!(
-                    f,
-                    "{len} entries from {first_entry} on do not fit the {entries} of block table {table_row}"
-                )
-            }
-            Self::BlockOutOfRange { block, num_blocks } => {
-                write!(f, "block {block} does not exist, there are {num_blocks}")
-            }
-            Self::SlotOutOfRange { row, slot, num_slots } => {
-                write!(f, "slot {slot} of row {row} does not exist, there are {num_slots}")
-            }
-            Self::SlotTwice { slot } => write!(f, "two rows are written to slot {slot}"),
-            Self::RowWithoutSequence { row } => write!(f, "row {row} belongs to no sequence but has a slot"),
-            Self::CopyConflict { block } => {
-                write!(f, "block {block} is both source and destination of a copy")
-            }
-            Self::CopyDestinationTwice { block } => {
-                write!(f, "block {block} is the destination of two copies")
-            }
-            Self::HostSlotOutOfRange { host_slot, host_blocks } => {
-                write!(f, "slot {host_slot} of the host pool does not exist, there are {host_blocks}")
-            }
-            Self::SwapTwice { block } => write!(f, "block {block} is swapped twice in one direction"),
-            Self::HostSlotTwice { host_slot } => {
-                write!(f, "slot {host_slot} of the host pool is used twice in one direction")
-            }
-            Self::HostSlotConflict { host_slot } => {
-                write!(f, "slot {host_slot} of the host pool is to give a block and to take another one")
             }
             Self::HostSlotEmpty { host_slot } => {
                 write!(f, "slot {host_slot} of the host pool holds no block to bring back")
@@ -522,7 +365,20 @@ impl fmt::Display for PrepareError {
     }
 }
 
-impl Error for PrepareError {}
+impl Error for PrepareError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::InvalidPlan(fault) => Some(fault),
+            _ => None,
+        }
+    }
+}
+
+impl From<PlanFault> for PrepareError {
+    fn from(fault: PlanFault) -> Self {
+        Self::InvalidPlan(fault)
+    }
+}
 
 /// Why a layer cannot be recorded. The step should be dropped, and its plan too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

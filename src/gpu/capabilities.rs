@@ -118,7 +118,7 @@ impl Capabilities {
             let actual = *of(&mut limits);
             if actual < needed {
                 let (needed, actual) = (needed.into(), actual.into());
-                return Err(DeviceError::LimitTooLow { limit, needed, actual });
+                return Err(DeviceError::LimitTooLow { object: "the kernels", limit, needed, actual });
             }
         }
         let info = device.adapter_info();

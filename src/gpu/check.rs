@@ -1,7 +1,7 @@
 //! Checks a plan before any shader sees it: the shaders are compiled without bounds checks and trust every number.
 
 use crate::config::CacheConfig;
-use crate::error::PrepareError;
+use crate::error::{PlanFault, PrepareError};
 use crate::ids::PADDING_SLOT;
 use crate::schedule::{StepPlan, TableChange};
 
@@ -16,7 +16,7 @@ pub(super) struct PlanChecker {
     max_sequences: u32,
     table_entries: u32,
     max_sequence_tokens: u32,
-    /// The cache whose blocks are on the device: that of the first plan.
+    /// The cache whose blocks are on the device: the one that was bound, or that of the first plan.
     cache_instance: Option<u64>,
     last_step: u64,
     /// Whether a plan was prepared on this device, and devices that the last one's cache had forgotten.
@@ -57,7 +57,7 @@ impl PlanChecker {
     }
 
     /// Checks every number of `plan`, whose origin was checked.
-    pub(super) fn check(&mut self, plan: &StepPlan) -> Result<(), PrepareError> {
+    pub(super) fn check(&mut self, plan: &StepPlan) -> Result<(), PlanFault> {
         check_lengths(plan)?;
         self.check_tables(plan)?;
         self.check_sequences(plan)?;
@@ -75,6 +75,16 @@ impl PlanChecker {
             self.known_entries.fill(0);
         }
         self.forgotten_devices = plan.forgotten_devices();
+    }
+
+    /// Ties the object to the cache with this number.
+    pub(super) fn bind(&mut self, cache_instance: u64) {
+        self.cache_instance = Some(cache_instance);
+    }
+
+    /// The cache that the object is tied to.
+    pub(super) fn cache_instance(&self) -> Option<u64> {
+        self.cache_instance
     }
 
     /// Takes the place of `old`, whose device is gone: the cache stays the same, and must have forgotten that device.
@@ -118,21 +128,21 @@ impl PlanChecker {
         Ok(())
     }
 
-    fn check_block(&self, block: u32) -> Result<(), PrepareError> {
+    fn check_block(&self, block: u32) -> Result<(), PlanFault> {
         if block >= self.num_blocks {
-            return Err(PrepareError::BlockOutOfRange { block, num_blocks: self.num_blocks });
+            return Err(PlanFault::BlockOutOfRange { block, num_blocks: self.num_blocks });
         }
         Ok(())
     }
 
-    fn check_table_row(&self, table_row: u32) -> Result<(), PrepareError> {
+    fn check_table_row(&self, table_row: u32) -> Result<(), PlanFault> {
         if table_row >= self.max_sequences {
-            return Err(PrepareError::TableRow { table_row, max_sequences: self.max_sequences });
+            return Err(PlanFault::TableRow { table_row, max_sequences: self.max_sequences });
         }
         Ok(())
     }
 
-    fn check_tables(&mut self, plan: &StepPlan) -> Result<(), PrepareError> {
+    fn check_tables(&mut self, plan: &StepPlan) -> Result<(), PlanFault> {
         match plan.forgotten_devices() > self.forgotten_devices {
             // The tables are sent in full.
             true => self.planned_entries.fill(0),
@@ -142,7 +152,7 @@ impl PlanChecker {
         for &TableChange { table_row, first_entry, start, len } in plan.table_changes() {
             self.check_table_row(table_row)?;
             let known = &mut self.planned_entries[table_row as usize];
-            let out_of_range = |entries| PrepareError::TableRange { table_row, first_entry, len, entries };
+            let out_of_range = |entries| PlanFault::TableRange { table_row, first_entry, len, entries };
             if first_entry > *known {
                 return Err(out_of_range(*known));
             }
@@ -152,7 +162,7 @@ impl PlanChecker {
             }
             *known = (*known).max(end as u32);
             if u64::from(start) != next_start {
-                return Err(PrepareError::Length {
+                return Err(PlanFault::Length {
                     array: "changed_entries",
                     actual: u64::from(start),
                     expected: next_start,
@@ -162,7 +172,7 @@ impl PlanChecker {
         }
         let entries = plan.changed_entries();
         if entries.len() as u64 != next_start {
-            return Err(PrepareError::Length {
+            return Err(PlanFault::Length {
                 array: "changed_entries",
                 actual: entries.len() as u64,
                 expected: next_start,
@@ -171,61 +181,57 @@ impl PlanChecker {
         entries.iter().try_for_each(|&block| self.check_block(block))
     }
 
-    fn check_sequences(&self, plan: &StepPlan) -> Result<(), PrepareError> {
+    fn check_sequences(&self, plan: &StepPlan) -> Result<(), PlanFault> {
         let num_rows = plan.num_rows();
         let mut expected_start = 0;
         for sequence in 0..plan.num_sequences() {
             let index = sequence as usize;
             let (start, end) = (plan.query_starts()[index], plan.query_starts()[index + 1]);
             if start != expected_start || end < start || end > num_rows {
-                return Err(PrepareError::QueryStarts { sequence, start, end });
+                return Err(PlanFault::QueryStarts { sequence, start, end });
             }
             expected_start = end;
             let context = plan.context_lens()[index];
             if end - start > context {
-                return Err(PrepareError::RowsExceedContext { sequence, rows: end - start, context });
+                return Err(PlanFault::RowsExceedContext { sequence, rows: end - start, context });
             }
             if context > self.max_sequence_tokens {
-                return Err(PrepareError::ContextTooLong {
-                    sequence,
-                    context,
-                    max: self.max_sequence_tokens,
-                });
+                return Err(PlanFault::ContextTooLong { sequence, context, max: self.max_sequence_tokens });
             }
             let table_row = plan.table_rows()[index];
             self.check_table_row(table_row)?;
             let needed = context.div_ceil(self.block_size);
             let known = self.planned_entries[table_row as usize];
             if needed > known {
-                return Err(PrepareError::EntriesUnknown { sequence, needed, known });
+                return Err(PlanFault::EntriesUnknown { sequence, needed, known });
             }
         }
         let unowned = plan.slot_mapping()[expected_start as usize..].iter();
         match (expected_start..).zip(unowned).find(|(_, slot)| **slot != PADDING_SLOT) {
-            Some((row, _)) => Err(PrepareError::RowWithoutSequence { row }),
+            Some((row, _)) => Err(PlanFault::RowWithoutSequence { row }),
             None => Ok(()),
         }
     }
 
-    fn check_slots(&mut self, plan: &StepPlan) -> Result<(), PrepareError> {
+    fn check_slots(&mut self, plan: &StepPlan) -> Result<(), PlanFault> {
         self.sorted.clear();
         for (row, &slot) in (0..).zip(plan.slot_mapping()) {
             if slot == PADDING_SLOT {
                 continue;
             }
             if slot >= self.num_slots {
-                return Err(PrepareError::SlotOutOfRange { row, slot, num_slots: self.num_slots });
+                return Err(PlanFault::SlotOutOfRange { row, slot, num_slots: self.num_slots });
             }
             self.sorted.push(slot);
         }
         match twice(&mut self.sorted) {
-            Some(slot) => Err(PrepareError::SlotTwice { slot }),
+            Some(slot) => Err(PlanFault::SlotTwice { slot }),
             None => Ok(()),
         }
     }
 
     /// Copies of a block into itself are left out by the upload, so they are in nobody's way.
-    fn check_copies(&mut self, plan: &StepPlan) -> Result<(), PrepareError> {
+    fn check_copies(&mut self, plan: &StepPlan) -> Result<(), PlanFault> {
         self.sorted.clear();
         for copy in plan.block_copies() {
             self.check_block(copy.source)?;
@@ -235,12 +241,12 @@ impl PlanChecker {
             }
         }
         if let Some(block) = twice(&mut self.sorted) {
-            return Err(PrepareError::CopyDestinationTwice { block });
+            return Err(PlanFault::CopyDestinationTwice { block });
         }
         // A self-copy is a no-op: its block may be the source of others, and even the destination of one.
         for copy in plan.block_copies().iter().filter(|copy| copy.source != copy.destination) {
             if self.sorted.binary_search(&copy.source).is_ok() {
-                return Err(PrepareError::CopyConflict { block: copy.source });
+                return Err(PlanFault::CopyConflict { block: copy.source });
             }
         }
         Ok(())
@@ -248,33 +254,33 @@ impl PlanChecker {
 
     /// A block that leaves may have any other part in the step, for all others come later. What a slot holds is known to
     /// the host pool alone.
-    fn check_swaps(&mut self, plan: &StepPlan) -> Result<(), PrepareError> {
+    fn check_swaps(&mut self, plan: &StepPlan) -> Result<(), PlanFault> {
         self.check_moves(plan.swap_outs().iter().map(|swap| (swap.block, swap.host_slot)))?;
         self.check_moves(plan.swap_ins().iter().map(|swap| (swap.block, swap.host_slot)))?;
         // Sorted now: the slots that blocks return from.
         match plan.swap_outs().iter().find(|swap| self.sorted.binary_search(&swap.host_slot).is_ok()) {
-            Some(swap) => Err(PrepareError::HostSlotConflict { host_slot: swap.host_slot }),
+            Some(swap) => Err(PlanFault::HostSlotConflict { host_slot: swap.host_slot }),
             None => Ok(()),
         }
     }
 
     /// Checks blocks and host slots that are swapped in one direction. Leaves the slots in `sorted`.
-    fn check_moves(&mut self, moves: impl Iterator<Item = (u32, u32)> + Clone) -> Result<(), PrepareError> {
+    fn check_moves(&mut self, moves: impl Iterator<Item = (u32, u32)> + Clone) -> Result<(), PlanFault> {
         self.sorted.clear();
         for (block, host_slot) in moves.clone() {
             self.check_block(block)?;
             if host_slot >= self.host_blocks {
-                return Err(PrepareError::HostSlotOutOfRange { host_slot, host_blocks: self.host_blocks });
+                return Err(PlanFault::HostSlotOutOfRange { host_slot, host_blocks: self.host_blocks });
             }
             self.sorted.push(block);
         }
         if let Some(block) = twice(&mut self.sorted) {
-            return Err(PrepareError::SwapTwice { block });
+            return Err(PlanFault::SwapTwice { block });
         }
         self.sorted.clear();
         self.sorted.extend(moves.map(|(_, host_slot)| host_slot));
         match twice(&mut self.sorted) {
-            Some(host_slot) => Err(PrepareError::HostSlotTwice { host_slot }),
+            Some(host_slot) => Err(PlanFault::HostSlotTwice { host_slot }),
             None => Ok(()),
         }
     }
@@ -286,7 +292,7 @@ fn twice(numbers: &mut [u32]) -> Option<u32> {
     numbers.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0])
 }
 
-fn check_lengths(plan: &StepPlan) -> Result<(), PrepareError> {
+fn check_lengths(plan: &StepPlan) -> Result<(), PlanFault> {
     let rows = u64::from(plan.num_rows());
     let sequences = u64::from(plan.num_sequences());
     let starts = plan.query_starts().len();
@@ -299,7 +305,7 @@ fn check_lengths(plan: &StepPlan) -> Result<(), PrepareError> {
         ("table_rows", plan.table_rows().len(), sequences),
     ] {
         if actual as u64 != expected {
-            return Err(PrepareError::Length { array, actual: actual as u64, expected });
+            return Err(PlanFault::Length { array, actual: actual as u64, expected });
         }
     }
     Ok(())

@@ -120,6 +120,11 @@ impl MetadataSlots {
         &self.slots[index]
     }
 
+    /// Counts what is created from now on.
+    pub(super) fn restart_counts(&mut self) {
+        (self.num_buffers, self.num_groups) = (0, 0);
+    }
+
     /// Whether the commands of the step that had a slot last have run, as soon as that is certain.
     pub(super) fn outcome(&mut self, index: usize) -> Option<bool> {
         Lease::outcome(&mut self.slots[index].lease)

@@ -28,6 +28,7 @@ mod metadata;
 mod options;
 mod params;
 mod pipelines;
+mod pool;
 mod rebuild;
 mod record;
 mod scope;
@@ -37,6 +38,7 @@ mod staging;
 mod stats;
 mod tensors;
 mod transfers;
+mod use_cache;
 
 pub use capabilities::{recommended_features, recommended_limits};
 pub use options::{ActivationType, AttentionOptions};
@@ -49,19 +51,14 @@ use crate::config::{ArenaLayout, CacheConfig, ModelShape};
 use crate::error::{BindError, DeviceError, PrepareError};
 use crate::schedule::{SplitConfig, StepPlan, TransferReport, WorkSplit};
 use capabilities::Capabilities;
-use check::PlanChecker;
-use groups::ArenaGroups;
-use lease::Ledger;
-use memory::{Allocator, DeviceMemory};
-use metadata::{MetadataSlots, SlotContext};
-use params::{LayerParams, STEP_PARAMS_WORDS};
+use params::STEP_PARAMS_WORDS;
 use pipelines::{Compilation, Layouts, Pipelines};
+use pool::{Pool, PoolContext, slot_context};
 use record::Progress;
 use scope::is_lost;
-use setup::{QueryTiles, check_shape, layer_params, partial_bytes, split_config, variant};
+use setup::{QueryTiles, check_shape, variant};
 use std::sync::atomic::{AtomicU64, Ordering};
 use tensors::Binder;
-use transfers::Transfers;
 use wgpu::CommandEncoder;
 
 /// The texts of all shaders, the mirrors of their structs, and the parts of a layer, for tests and benches. Not part of the stable interface.
@@ -103,30 +100,24 @@ pub mod shaders {
 /// On native backends it is `Send` and `Sync`, as are [`BoundTensors`] and [`PreparedStep`]: it may be made on one thread
 /// and used on another, and several of them, for models and caches of their own, may share a device.
 pub struct PagedAttention {
+    /// Tells its tensors from those of others, and from those that were bound before a rebuild.
     instance: u64,
     device: wgpu::Device,
     shape: ModelShape,
-    cache: CacheConfig,
     options: AttentionOptions,
-    /// The device was given up, and no other one has taken its place.
+    /// The pool was given up, and no other one has taken its place.
     is_retired: bool,
     capabilities: Capabilities,
+    tiles: QueryTiles,
     compilation: Compilation,
-    arenas: ArenaLayout,
-    memory: DeviceMemory,
     layouts: Layouts,
     pipelines: Pipelines,
-    groups: ArenaGroups,
-    slots: MetadataSlots,
+    pool: Pool,
     /// Words between headers of a step's dispatches.
     header_words: u32,
-    checker: PlanChecker,
-    ledger: Ledger,
-    split_config: SplitConfig,
     split: WorkSplit,
-    transfers: Transfers,
     stats: AttentionStats,
-    /// What was made and counted on devices before this one.
+    /// What was made and counted before this pool.
     made_before: AttentionStats,
 }
 
@@ -158,67 +149,43 @@ impl PagedAttention {
     ) -> Result<Self, DeviceError> {
         check_shape(&shape, &cache)?;
         let capabilities = Capabilities::of(device)?;
-        if cache.table_bytes() > capabilities.max_binding_bytes {
-            return Err(DeviceError::LimitTooLow {
-                limit: "max_storage_buffer_binding_size",
-                needed: cache.table_bytes(),
-                actual: capabilities.max_binding_bytes,
-            });
-        }
-        let arenas = cache.arenas(capabilities.max_binding_bytes)?;
         let compact = options.compact_shaders.unwrap_or(capabilities.compact_shaders);
         let tiles = QueryTiles::of(&shape, compact);
-        let split_config = split_config(&shape, &cache, &options, &capabilities, tiles);
-        let layer_params = layer_params(&shape, &cache, &arenas, &options, tiles);
-
-        let mut allocator = Allocator::new(device);
-        let scratch_bytes = u64::from(split_config.max_partials) * partial_bytes(&shape, &cache);
-        let alignment = capabilities.uniform_alignment;
-        let memory =
-            DeviceMemory::create(&mut allocator, &cache, &arenas, scratch_bytes, &layer_params, alignment)?;
         let layouts = Layouts::create(device)?;
+        let context = PoolContext {
+            device,
+            layouts: &layouts,
+            capabilities: &capabilities,
+            options: &options,
+            shape: &shape,
+            tiles,
+        };
+        let mut stats = AttentionStats { pipelines_created: Pipelines::COUNT, ..Default::default() };
+        let pool = Pool::create(&context, cache, &mut stats)?;
         let compilation = Compilation { fold: capabilities.max_workgroups, checked: options.checked_shaders };
         let variant = |kernel| variant(kernel, &cache, tiles, &capabilities, &options);
         let pipelines = Pipelines::create(device, &layouts, compilation, &options, variant)?;
-        let groups = ArenaGroups::create(device, &layouts, &memory)?;
-        let transfers =
-            Transfers::new(device, &cache, &arenas, options.staging_bytes, capabilities.max_binding_bytes);
-        let mut stats = AttentionStats {
-            arena_bytes: memory.arenas.iter().map(wgpu::Buffer::size).sum(),
-            table_bytes: memory.tables.size(),
-            scratch_bytes: memory.partials.size(),
-            pipelines_created: Pipelines::COUNT,
-            ..Default::default()
-        };
-        stats.buffers_created = allocator.num_buffers();
-        stats.bind_groups_created = groups.count();
-        let mut attention = Self {
+        // Kernels take their time to compile, and what a lost device has made looks like any other.
+        if is_lost(device) {
+            return Err(DeviceError::DeviceLost);
+        }
+        Ok(Self {
             instance: next_instance(),
-            options,
-            is_retired: false,
             device: device.clone(),
             shape,
-            cache,
+            is_retired: false,
+            tiles,
             compilation,
-            arenas,
-            memory,
             layouts,
             pipelines,
-            groups,
-            slots: MetadataSlots::default(),
-            header_words: STEP_PARAMS_WORDS.next_multiple_of(alignment / 4),
-            checker: PlanChecker::new(&cache),
-            ledger: Ledger::default(),
-            split_config,
+            pool,
+            header_words: STEP_PARAMS_WORDS.next_multiple_of(capabilities.uniform_alignment / 4),
             split: WorkSplit::default(),
-            transfers,
             stats,
             made_before: AttentionStats::default(),
+            options,
             capabilities,
-        };
-        attention.fill_slots(stats)?;
-        // Kernels take their time to compile, and what a lost device has made looks like any other.
-        if is_lost(device) { Err(DeviceError::DeviceLost) } else { Ok(attention) }
+        })
     }
 
     /// Records that the pool and the block tables are zero.
@@ -226,11 +193,13 @@ impl PagedAttention {
     /// wgpu zeroes a buffer at its first use: without this call, the first step does it, and a pool of gigabytes delays
     /// the first token. Submit it while the model is being loaded. Does nothing once a step has been prepared.
     pub fn record_initialization(&mut self, encoder: &mut CommandEncoder) {
-        if self.is_retired || self.checker.has_accepted() {
+        if self.is_retired || self.pool.checker.has_accepted() {
             return;
         }
         encoder.push_debug_group("paged_kv.initialization");
-        for buffer in self.memory.arenas.iter().chain([&self.memory.tables, &self.memory.partials]) {
+        for buffer in
+            self.pool.memory.arenas.iter().chain([&self.pool.memory.tables, &self.pool.memory.partials])
+        {
             encoder.clear_buffer(buffer, 0, None);
         }
         encoder.pop_debug_group();
@@ -249,7 +218,7 @@ impl PagedAttention {
             device: &self.device,
             layouts: &self.layouts,
             attention: self.instance,
-            block: *self.cache.layout(),
+            block: *self.pool.cache.layout(),
             num_query_heads: self.shape.num_query_heads,
             activations: self.options.activations,
             storage_alignment: self.capabilities.storage_alignment,
@@ -284,24 +253,24 @@ impl PagedAttention {
         if self.is_retired {
             return Err(PrepareError::DeviceLost);
         }
-        self.checker.check_origin(plan)?;
-        if let Some(step) = self.ledger.update(plan, &mut self.slots) {
+        self.pool.checker.check_origin(plan)?;
+        if let Some(step) = self.pool.ledger.update(plan, &mut self.pool.slots) {
             let lost = is_lost(&self.device);
             return Err(if lost { PrepareError::DeviceLost } else { PrepareError::StepNotExecuted { step } });
         }
-        self.checker.check(plan)?;
-        self.split.split(plan, &self.split_config);
+        self.pool.checker.check(plan)?;
+        self.split.split(plan, &self.pool.split_config);
         self.check_fixed_spans(plan)?;
-        let context = slot_context(&self.device, &self.layouts, &self.memory, &self.capabilities);
-        let (slot, lease) = self.slots.pack(&context, plan, &self.split, self.header_words)?;
-        let transfer = self.transfers.prepare(plan)?;
-        self.checker.accept(plan);
-        self.ledger.prepared(plan, slot);
-        let slot_state = self.slots.slot(slot);
+        let context = slot_context(&self.device, &self.layouts, &self.pool.memory, &self.capabilities);
+        let (slot, lease) = self.pool.slots.pack(&context, plan, &self.split, self.header_words)?;
+        let transfer = self.pool.transfers.prepare(plan)?;
+        self.pool.checker.accept(plan);
+        self.pool.ledger.prepared(plan, slot);
+        let slot_state = self.pool.slots.slot(slot);
         self.stats.step_uploaded_bytes = slot_state.record.bytes;
         self.stats.step_dispatches = 0;
         Ok(PreparedStep {
-            attention: self.instance,
+            pool: self.pool.id,
             slot,
             lease,
             metadata: slot_state.buffer.clone(),
@@ -327,12 +296,12 @@ impl PagedAttention {
     ///
     /// Allocates only when there is something to report.
     pub fn poll_transfers(&mut self) -> Vec<TransferReport> {
-        self.transfers.poll()
+        self.pool.transfers.poll()
     }
 
     /// With fixed spans, a full scratch buffer must not lead to longer spans.
     fn check_fixed_spans(&self, plan: &StepPlan) -> Result<(), PrepareError> {
-        let Some(span_tokens) = self.split_config.fixed_span_tokens else {
+        let Some(span_tokens) = self.pool.split_config.fixed_span_tokens else {
             return Ok(());
         };
         let rows = plan.query_starts().windows(2).map(|pair| pair[1] - pair[0]);
@@ -340,7 +309,7 @@ impl PagedAttention {
             rows.zip(plan.context_lens()).filter(|(rows, _)| *rows == 1).map(|(_, context)| context);
         let spans = contexts.map(|context| u64::from(context.div_ceil(span_tokens)));
         let needed = spans.filter(|&spans| spans > 1).sum();
-        let available = u64::from(self.split_config.max_partials);
+        let available = u64::from(self.pool.split_config.max_partials);
         if needed > available {
             return Err(PrepareError::ScratchTooSmall { needed, available });
         }
@@ -352,17 +321,17 @@ impl PagedAttention {
     /// Their layout is [`CacheConfig::arenas`], within the limits of the device. [`rebuild`](Self::rebuild) destroys them
     /// and makes others.
     pub fn arena_buffers(&self) -> &[wgpu::Buffer] {
-        &self.memory.arenas
+        &self.pool.memory.arenas
     }
 
     /// How the layers are distributed over [`arena_buffers`](Self::arena_buffers).
     pub fn arena_layout(&self) -> &ArenaLayout {
-        &self.arenas
+        &self.pool.arenas
     }
 
     /// How steps are split into work items on this device.
     pub fn split_config(&self) -> &SplitConfig {
-        &self.split_config
+        &self.pool.split_config
     }
 
     /// The shader variants in use, one per kernel, and how long each took to make.
@@ -372,9 +341,9 @@ impl PagedAttention {
 
     /// Sizes and counts.
     pub fn stats(&self) -> AttentionStats {
-        let (slots, before) = (&self.slots, &self.made_before);
-        self.transfers.add_to(AttentionStats {
-            metadata_bytes: self.slots.bytes(),
+        let (slots, before) = (&self.pool.slots, &self.made_before);
+        self.pool.transfers.add_to(AttentionStats {
+            metadata_bytes: self.pool.slots.bytes(),
             buffers_created: before.buffers_created + self.stats.buffers_created + slots.num_buffers,
             bind_groups_created: before.bind_groups_created
                 + self.stats.bind_groups_created
@@ -383,39 +352,10 @@ impl PagedAttention {
             ..self.stats
         })
     }
-
-    fn fill_slots(&mut self, stats: AttentionStats) -> Result<(), DeviceError> {
-        let context = slot_context(&self.device, &self.layouts, &self.memory, &self.capabilities);
-        self.slots.fill(&context).map_err(|error| match error {
-            PrepareError::OutOfMemory { asked_bytes } => DeviceError::OutOfMemory {
-                object: "step metadata",
-                asked_bytes,
-                created_bytes: stats.arena_bytes + stats.table_bytes + stats.scratch_bytes,
-            },
-            PrepareError::DeviceLost => DeviceError::DeviceLost,
-            error => DeviceError::Refused { object: "step metadata", reason: error.to_string() },
-        })
-    }
 }
 
 /// Tells attention objects apart within the process.
 fn next_instance() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     NEXT.fetch_add(1, Ordering::Relaxed)
-}
-
-fn slot_context<'a>(
-    device: &'a wgpu::Device,
-    layouts: &'a Layouts,
-    memory: &'a DeviceMemory,
-    capabilities: &Capabilities,
-) -> SlotContext<'a> {
-    SlotContext {
-        device,
-        layouts,
-        tables: &memory.tables,
-        layers: &memory.layers,
-        layer_params_bytes: size_of::<LayerParams>() as u64,
-        max_binding_bytes: capabilities.max_binding_bytes,
-    }
 }

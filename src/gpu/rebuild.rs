@@ -4,7 +4,6 @@
 //! object is told apart from devices (shape, cache, options) stays.
 
 use crate::error::DeviceError;
-use crate::gpu::metadata::MetadataSlots;
 use crate::gpu::{PagedAttention, next_instance};
 
 impl PagedAttention {
@@ -41,10 +40,9 @@ impl PagedAttention {
     /// `prepare` and `bind_tensors` say [`DeviceLost`](crate::PrepareError::DeviceLost).
     pub fn rebuild(&mut self, device: &wgpu::Device) -> Result<(), DeviceError> {
         self.retire();
-        let Self { shape, cache, ref options, .. } = *self;
-        let mut rebuilt = Self::with_options(device, shape, cache, options.clone())?;
-        rebuilt.checker.succeed(&self.checker);
-        rebuilt.transfers.succeed(&mut self.transfers);
+        let mut rebuilt = Self::with_options(device, self.shape, self.pool.cache, self.options.clone())?;
+        rebuilt.pool.checker.succeed(&self.pool.checker);
+        rebuilt.pool.transfers.succeed(&mut self.pool.transfers);
         rebuilt.made_before = self.stats();
         *self = rebuilt;
         Ok(())
@@ -55,14 +53,19 @@ impl PagedAttention {
         if self.is_retired {
             return;
         }
-        self.is_retired = true;
         self.instance = next_instance();
-        self.made_before = self.stats();
-        self.transfers.abandon();
         self.options.pipeline_cache = None;
-        // Whoever holds a clone of a buffer does not keep its memory.
-        self.memory.destroy();
-        self.slots = MetadataSlots::default();
+        self.retire_pool();
+    }
+
+    /// Gives up the pool; kernels stay.
+    pub(super) fn retire_pool(&mut self) {
+        if self.is_retired {
+            return;
+        }
+        self.is_retired = true;
+        self.made_before = self.stats();
+        self.pool.retire();
         self.stats = Default::default();
     }
 }

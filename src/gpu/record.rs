@@ -18,7 +18,7 @@ const COPY_UNITS: u64 = 1024;
 #[derive(Debug)]
 #[must_use = "a prepared step does nothing until it is recorded and submitted"]
 pub struct PreparedStep {
-    pub(super) attention: u64,
+    pub(super) pool: u64,
     pub(super) slot: usize,
     pub(super) lease: Arc<Lease>,
     pub(super) metadata: wgpu::Buffer,
@@ -91,7 +91,7 @@ impl PagedAttention {
     /// have completed (`CommandEncoder::map_buffer_on_submit`); [`poll_transfers`](Self::poll_transfers) then collects the
     /// blocks. Nothing waits for that: the step's own block copies and layers may overwrite a block that leaves.
     pub fn record_transfers(&mut self, encoder: &mut CommandEncoder, step: &mut PreparedStep) {
-        if step.attention != self.instance {
+        if step.pool != self.pool.id {
             return step.mistake(RecordError::ForeignStep);
         }
         if step.progress.transfers || step.progress.next_layer > 0 {
@@ -100,14 +100,14 @@ impl PagedAttention {
         step.progress.transfers = true;
         let commands = Commands::new(&step.lease);
         encoder.on_submitted_work_done(move || commands.completed());
-        let slot = self.slots.slot(step.slot);
+        let slot = self.pool.slots.slot(step.slot);
         slot.record_upload(encoder);
         let record = &slot.record;
         if let Some(arrivals) = step.transfer.take() {
             let stamp = (slot.staging(), u64::from(record.stamp) * 4);
-            self.transfers.record(encoder, &self.memory.arenas, stamp, &arrivals);
+            self.pool.transfers.record(encoder, &self.pool.memory.arenas, stamp, &arrivals);
         }
-        self.checker.record_changes(&record.table_changes);
+        self.pool.checker.record_changes(&record.table_changes);
         if step.params.num_rows == 0 && record.num_block_copies == 0 {
             step.lease.complete();
         }
@@ -117,12 +117,12 @@ impl PagedAttention {
         encoder.push_debug_group("paged_kv.table_changes");
         for change in &record.table_changes {
             let from = u64::from(record.changed_entries) + u64::from(change.start);
-            let to = u64::from(change.table_row) * u64::from(self.cache.table_entries())
+            let to = u64::from(change.table_row) * u64::from(self.pool.cache.table_entries())
                 + u64::from(change.first_entry);
             encoder.copy_buffer_to_buffer(
                 slot.staging(),
                 from * 4,
-                &self.memory.tables,
+                &self.pool.memory.tables,
                 to * 4,
                 u64::from(change.len) * 4,
             );
@@ -137,7 +137,7 @@ impl PagedAttention {
     ///
     /// Changes the pass's pipeline and bind groups 0 to 2.
     pub fn record_block_copies(&mut self, pass: &mut ComputePass<'_>, step: &mut PreparedStep) {
-        if step.attention != self.instance {
+        if step.pool != self.pool.id {
             return step.mistake(RecordError::ForeignStep);
         }
         if !step.progress.transfers {
@@ -147,7 +147,7 @@ impl PagedAttention {
             return step.mistake(RecordError::BlockCopiesOutOfOrder);
         }
         step.progress.block_copies = true;
-        let slot = self.slots.slot(step.slot);
+        let slot = self.pool.slots.slot(step.slot);
         let pairs = u64::from(slot.record.num_block_copies);
         if pairs == 0 {
             return;
@@ -155,11 +155,11 @@ impl PagedAttention {
         hold_lease(pass, step);
         pass.push_debug_group("paged_kv.block_copy");
         pass.set_pipeline(&self.pipelines.block_copy);
-        for arena in 0..self.arenas.num_arenas() {
-            let first_layer = arena * self.arenas.layers_per_arena;
-            pass.set_bind_group(0, &slot.group, &[0, first_layer * self.memory.layer_stride]);
-            pass.set_bind_group(1, &self.groups.written_arenas[arena as usize], &[]);
-            let units = self.arenas.block_stride_words(arena) / 4;
+        for arena in 0..self.pool.arenas.num_arenas() {
+            let first_layer = arena * self.pool.arenas.layers_per_arena;
+            pass.set_bind_group(0, &slot.group, &[0, first_layer * self.pool.memory.layer_stride]);
+            pass.set_bind_group(1, &self.pool.groups.written_arenas[arena as usize], &[]);
+            let units = self.pool.arenas.block_stride_words(arena) / 4;
             step.dispatches += self.dispatch(pass, pairs * units.div_ceil(COPY_UNITS));
         }
         pass.pop_debug_group();
@@ -232,7 +232,7 @@ impl PagedAttention {
         layer: u32,
         tensors: &BoundTensors,
     ) -> Result<(), RecordError> {
-        if step.attention != self.instance {
+        if step.pool != self.pool.id {
             return Err(RecordError::ForeignStep);
         }
         if let Some(mistake) = step.progress.mistake {
@@ -264,12 +264,12 @@ impl PagedAttention {
         layer: u32,
         tensors: &BoundTensors,
     ) -> u32 {
-        let slot = self.slots.slot(step.slot);
-        let (arena, _) = self.arenas.arena_of(layer);
+        let slot = self.pool.slots.slot(step.slot);
+        let (arena, _) = self.pool.arenas.arena_of(layer);
         pass.push_debug_group("paged_kv.append");
         pass.set_pipeline(&self.pipelines.append);
-        pass.set_bind_group(0, &slot.group, &[0, layer * self.memory.layer_stride]);
-        pass.set_bind_group(1, &self.groups.written_arenas[arena as usize], &[]);
+        pass.set_bind_group(0, &slot.group, &[0, layer * self.pool.memory.layer_stride]);
+        pass.set_bind_group(1, &self.pool.groups.written_arenas[arena as usize], &[]);
         pass.set_bind_group(2, &tensors.append, &[]);
         let dispatches = self.dispatch(pass, u64::from(step.rows()));
         pass.pop_debug_group();
@@ -283,15 +283,15 @@ impl PagedAttention {
         layer: u32,
         tensors: &BoundTensors,
     ) -> u32 {
-        let record = &self.slots.slot(step.slot).record;
-        let (arena, _) = self.arenas.arena_of(layer);
-        pass.set_bind_group(1, &self.groups.attention_arenas[arena as usize], &[]);
+        let record = &self.pool.slots.slot(step.slot).record;
+        let (arena, _) = self.pool.arenas.arena_of(layer);
+        pass.set_bind_group(1, &self.pool.groups.attention_arenas[arena as usize], &[]);
         pass.set_bind_group(2, &tensors.attend, &[]);
         let decode = (
             "paged_kv.attention_decode",
             &self.pipelines.attention_decode,
             &record.decode_dispatches,
-            self.split_config.workgroups_per_item,
+            self.pool.split_config.workgroups_per_item,
         );
         let prefill = (
             "paged_kv.attention_prefill",
@@ -321,12 +321,12 @@ impl PagedAttention {
         counts: &[u32],
         workgroups_per_item: u32,
     ) -> u32 {
-        let group = &self.slots.slot(step.slot).group;
+        let group = &self.pool.slots.slot(step.slot).group;
         pass.set_pipeline(pipeline);
         let mut dispatches = 0;
         for (header, &items) in (0..).zip(counts) {
             let header_offset = header * self.header_words * 4;
-            pass.set_bind_group(0, group, &[header_offset, layer * self.memory.layer_stride]);
+            pass.set_bind_group(0, group, &[header_offset, layer * self.pool.memory.layer_stride]);
             dispatches += self.dispatch(pass, u64::from(items) * u64::from(workgroups_per_item));
         }
         dispatches
@@ -340,8 +340,9 @@ impl PagedAttention {
         pass.push_debug_group("paged_kv.attention_merge");
         pass.set_pipeline(&self.pipelines.attention_merge);
         // Group 0 is bound to the layer, and any header will do; group 2 has the output.
-        pass.set_bind_group(1, &self.groups.merge, &[]);
-        let per_item = u64::from(self.shape.num_query_heads) * u64::from(self.cache.layout().v_head_dim / 4);
+        pass.set_bind_group(1, &self.pool.groups.merge, &[]);
+        let per_item =
+            u64::from(self.shape.num_query_heads) * u64::from(self.pool.cache.layout().v_head_dim / 4);
         let dispatches = self.dispatch(pass, (items * per_item).div_ceil(64));
         pass.pop_debug_group();
         dispatches

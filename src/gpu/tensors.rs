@@ -203,6 +203,10 @@ fn bind_error(refusal: Refusal, tensor: &'static str, asked_bytes: u64) -> BindE
     match refusal {
         Refusal::Lost => BindError::DeviceLost,
         Refusal::OutOfMemory => BindError::OutOfMemory { asked_bytes },
+        // wgpu tells them apart by its text only.
+        Refusal::Other(error) if error.to_string().contains("has been destroyed") => {
+            BindError::Destroyed { tensor }
+        }
         Refusal::Other(_) => BindError::Refused { tensor },
     }
 }

@@ -242,11 +242,23 @@ impl Transfers {
         }
     }
 
+    /// Begins anew for another cache: what is under way ends without a report, and the host pool is empty.
+    pub(super) fn restart(&mut self) {
+        self.abandon();
+        self.ended.clear();
+        self.pool = HostPool::new(self.block_bytes as usize);
+    }
+
+    /// Counts on from where `old` was.
+    pub(super) fn count_on(&mut self, old: &Self) {
+        (self.blocks_out, self.blocks_in) = (old.blocks_out, old.blocks_in);
+    }
+
     /// Takes over the host pool, the reports and the counts of `old`, which was abandoned.
     pub(super) fn succeed(&mut self, old: &mut Self) {
         std::mem::swap(&mut self.pool, &mut old.pool);
         std::mem::swap(&mut self.ended, &mut old.ended);
-        (self.blocks_out, self.blocks_in) = (old.blocks_out, old.blocks_in);
+        self.count_on(old);
     }
 
     fn end(&mut self, transfer: Transfer, has_arrived: bool) -> TransferReport {

@@ -302,7 +302,8 @@ fn a_rebuild_that_fails_costs_nothing_and_another_one_succeeds() {
     let no_groups = Limits { max_bind_groups: 2, ..Limits::default() };
     let no_groups = noop_device(no_groups, Features::empty(), 8..=8);
     let refused = setup.attention.rebuild(&no_groups.device);
-    let expected = DeviceError::LimitTooLow { limit: "max_bind_groups", needed: 3, actual: 2 };
+    let expected =
+        DeviceError::LimitTooLow { object: "the kernels", limit: "max_bind_groups", needed: 3, actual: 2 };
     assert_eq!(refused, Err(expected));
 
     // The device that it was on works, but the arenas there are given back.

@@ -145,7 +145,7 @@ impl<'a> DeviceRig<'a> {
     }
 
     /// Buffers for a layer's tensors, and the output's.
-    fn bind(&mut self, plan: &StepPlan, tensors: &Tensors) -> (BoundTensors, wgpu::Buffer) {
+    pub(crate) fn bind(&mut self, plan: &StepPlan, tensors: &Tensors) -> (BoundTensors, wgpu::Buffer) {
         let shape = &self.host.shape;
         let (heads, kv_heads) = (shape.num_query_heads as usize, shape.num_kv_heads as usize);
         let (k_len, v_len) = (self.host.k_len, self.host.v_len);

@@ -204,6 +204,25 @@ fn commands_of_a_dropped_attention_object_can_be_submitted() {
 }
 
 #[test]
+fn tensors_whose_buffer_was_destroyed_are_named_as_such() {
+    on_each_adapter_but_gl(|adapter| check_destroyed_tensors(&open(adapter)));
+    check_destroyed_tensors(&noop());
+}
+
+fn check_destroyed_tensors(gpu: &TestDevice) {
+    gpu.device.on_uncaptured_error(Arc::new(|error| panic!("reached the application: {error}")));
+    let mut setup = Setup::new(gpu);
+    let own: Vec<_> = (0..4).map(|_| buffer(gpu)).collect();
+    let destroyed = buffer(gpu);
+    destroyed.destroy();
+    for (index, tensor) in ["query", "key", "value", "output"].into_iter().enumerate() {
+        let buffer = |place: usize| slice(if place == index { &destroyed } else { &own[place] });
+        let tensors = LayerTensors { query: buffer(0), key: buffer(1), value: buffer(2), output: buffer(3) };
+        assert_eq!(setup.attention.bind_tensors(&tensors).err(), Some(BindError::Destroyed { tensor }));
+    }
+}
+
+#[test]
 fn tensors_of_another_device_are_named() {
     on_each_adapter_but_gl(|adapter| check_foreign_tensors(&open(adapter), &open(adapter)));
     // Of one instance: wgpu itself does not tell the buffers of two instances apart.
@@ -266,8 +285,27 @@ fn a_device_of_another_shape_or_with_low_limits_is_refused_with_the_numbers() {
         ("max_compute_invocations_per_workgroup", 64, 32, few_threads),
     ] {
         let gpu = noop_device(limits, Features::empty(), 8..=8);
-        assert_eq!(create(&gpu, SHAPE), Some(DeviceError::LimitTooLow { limit, needed, actual }));
+        assert_eq!(
+            create(&gpu, SHAPE),
+            Some(DeviceError::LimitTooLow { object: "the kernels", limit, needed, actual })
+        );
     }
+}
+
+#[test]
+fn block_tables_beyond_a_binding_are_refused_by_name() {
+    let actual = 16 << 10;
+    let gpu = noop_device(
+        Limits { max_storage_buffer_binding_size: actual, ..Limits::default() },
+        Features::empty(),
+        8..=8,
+    );
+    let cache = config().with_max_sequences(2048).expect("a valid configuration");
+    let refused = PagedAttention::new(&gpu.device, SHAPE, cache).err();
+    let needed = cache.table_bytes();
+    let limit = "max_storage_buffer_binding_size";
+    let expected = DeviceError::LimitTooLow { object: "the block tables", limit, needed, actual };
+    assert_eq!(refused, Some(expected));
 }
 
 /// An application of lower limits than the kernels need, as for OpenGL.
@@ -283,7 +321,10 @@ fn with_the_recommended_limits_an_application_of_low_ones_can_embed_the_library(
             gpu.device.on_uncaptured_error(Arc::new(|error| panic!("reached the application: {error}")));
             PagedAttention::new(&gpu.device, SHAPE, config()).map(drop)
         };
-        assert_eq!(create(base.clone()), Err(DeviceError::LimitTooLow { limit, needed, actual }));
+        assert_eq!(
+            create(base.clone()),
+            Err(DeviceError::LimitTooLow { object: "the kernels", limit, needed, actual })
+        );
         assert_eq!(create(recommended_limits(adapter.adapter(), base)), Ok(()));
     }
     // More than the adapter has is not asked for.
@@ -294,7 +335,7 @@ fn with_the_recommended_limits_an_application_of_low_ones_can_embed_the_library(
     let gpu = adapter.request_device(limits, Features::empty()).expect("limits that it offers");
     let created = PagedAttention::new(&gpu.device, SHAPE, config()).map(drop);
     let limit = "max_storage_buffers_per_shader_stage";
-    assert_eq!(created, Err(DeviceError::LimitTooLow { limit, needed: 6, actual: 5 }));
+    assert_eq!(created, Err(DeviceError::LimitTooLow { object: "the kernels", limit, needed: 6, actual: 5 }));
 }
 
 /// Steps with everything in them: prompts, decoding, forks with copies, swaps out and in, sequences that end.

@@ -25,4 +25,5 @@ mod rig;
 mod shaders;
 mod steps;
 mod swaps;
+mod use_cache;
 mod writers;

@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use paged_kv::reference::{set_swaps, swap_in, swap_out};
 use paged_kv::{
-    AttentionOptions, BlockSwap, CacheConfig, KvFormat, KvType, ModelShape, PagedAttention, PrepareError,
-    PreparedStep, StepPlan, TableId, TransferReport,
+    AttentionOptions, BlockSwap, CacheConfig, KvFormat, KvType, ModelShape, PagedAttention, PlanFault,
+    PrepareError, PreparedStep, StepPlan, TableId, TransferReport,
 };
 use wgpu::{CommandEncoder, Features, Limits};
 
@@ -343,15 +343,15 @@ fn swaps_that_are_out_of_range_or_in_conflict_are_refused_with_the_numbers() {
     rig.swap(&[(0, 0), (1, 1)], &[]);
     type Pairs<'a> = &'a [(u32, u32)];
     let cases: [(Pairs<'_>, Pairs<'_>, PrepareError); 10] = [
-        (&[(12, 2)], &[], PrepareError::BlockOutOfRange { block: 12, num_blocks: 12 }),
-        (&[], &[(12, 0)], PrepareError::BlockOutOfRange { block: 12, num_blocks: 12 }),
-        (&[(0, 8)], &[], PrepareError::HostSlotOutOfRange { host_slot: 8, host_blocks: 8 }),
-        (&[], &[(0, 8)], PrepareError::HostSlotOutOfRange { host_slot: 8, host_blocks: 8 }),
-        (&[(3, 2), (4, 3), (3, 4)], &[], PrepareError::SwapTwice { block: 3 }),
-        (&[], &[(3, 0), (3, 1)], PrepareError::SwapTwice { block: 3 }),
-        (&[(3, 2), (4, 3), (5, 2)], &[], PrepareError::HostSlotTwice { host_slot: 2 }),
-        (&[], &[(3, 1), (4, 1)], PrepareError::HostSlotTwice { host_slot: 1 }),
-        (&[(3, 2), (4, 1)], &[(5, 0), (6, 1)], PrepareError::HostSlotConflict { host_slot: 1 }),
+        (&[(12, 2)], &[], PlanFault::BlockOutOfRange { block: 12, num_blocks: 12 }.into()),
+        (&[], &[(12, 0)], PlanFault::BlockOutOfRange { block: 12, num_blocks: 12 }.into()),
+        (&[(0, 8)], &[], PlanFault::HostSlotOutOfRange { host_slot: 8, host_blocks: 8 }.into()),
+        (&[], &[(0, 8)], PlanFault::HostSlotOutOfRange { host_slot: 8, host_blocks: 8 }.into()),
+        (&[(3, 2), (4, 3), (3, 4)], &[], PlanFault::SwapTwice { block: 3 }.into()),
+        (&[], &[(3, 0), (3, 1)], PlanFault::SwapTwice { block: 3 }.into()),
+        (&[(3, 2), (4, 3), (5, 2)], &[], PlanFault::HostSlotTwice { host_slot: 2 }.into()),
+        (&[], &[(3, 1), (4, 1)], PlanFault::HostSlotTwice { host_slot: 1 }.into()),
+        (&[(3, 2), (4, 1)], &[(5, 0), (6, 1)], PlanFault::HostSlotConflict { host_slot: 1 }.into()),
         (&[(3, 2)], &[(3, 0), (4, 7)], PrepareError::HostSlotEmpty { host_slot: 7 }),
     ];
     for (outs, ins, expected) in cases {

@@ -2,7 +2,7 @@
 
 use super::PlanChecker;
 use crate::config::{CacheConfig, KvType, ModelShape};
-use crate::error::PrepareError;
+use crate::error::{PlanFault, PrepareError};
 use crate::ids::TableId;
 use crate::schedule::{StepBuilder, StepPlan};
 use crate::{BlockCopy, KvCache};
@@ -32,81 +32,67 @@ fn two_sequences() -> StepPlan {
     plan(&mut cache, &[(tables[0], 6), (tables[1], 1)])
 }
 
-fn check(plan: &StepPlan) -> Result<(), PrepareError> {
-    PlanChecker::new(&config()).check(plan)
+fn check(checker: &mut PlanChecker, plan: &StepPlan) -> Result<(), PrepareError> {
+    checker.check_origin(plan)?;
+    Ok(checker.check(plan)?)
 }
 
 #[test]
 fn one_wrong_number_is_refused_by_its_name() {
-    assert_eq!(check(&two_sequences()), Ok(()));
+    assert_eq!(check(&mut PlanChecker::new(&config()), &two_sequences()), Ok(()));
     type Break = fn(&mut StepPlan);
-    let cases: [(Break, PrepareError); 25] = [
-        (
-            |plan| plan.positions.truncate(6),
-            PrepareError::Length { array: "positions", actual: 6, expected: 7 },
-        ),
+    let cases: [(Break, PlanFault); 24] = [
+        (|plan| plan.positions.truncate(6), PlanFault::Length { array: "positions", actual: 6, expected: 7 }),
         (
             |plan| plan.slot_mapping.push(9),
-            PrepareError::Length { array: "slot_mapping", actual: 8, expected: 7 },
+            PlanFault::Length { array: "slot_mapping", actual: 8, expected: 7 },
         ),
         (
             |plan| plan.query_starts.truncate(2),
-            PrepareError::Length { array: "query_starts", actual: 2, expected: 3 },
+            PlanFault::Length { array: "query_starts", actual: 2, expected: 3 },
         ),
-        (
-            |plan| plan.table_rows.push(2),
-            PrepareError::Length { array: "table_rows", actual: 3, expected: 2 },
-        ),
+        (|plan| plan.table_rows.push(2), PlanFault::Length { array: "table_rows", actual: 3, expected: 2 }),
         (
             |plan| plan.changed_entries.push(3),
-            PrepareError::Length { array: "changed_entries", actual: 4, expected: 3 },
+            PlanFault::Length { array: "changed_entries", actual: 4, expected: 3 },
         ),
         (
             |plan| plan.table_changes[1].start = 1,
-            PrepareError::Length { array: "changed_entries", actual: 1, expected: 2 },
+            PlanFault::Length { array: "changed_entries", actual: 1, expected: 2 },
         ),
-        (|plan| plan.query_starts[0] = 1, PrepareError::QueryStarts { sequence: 0, start: 1, end: 6 }),
-        (|plan| plan.query_starts[1] = 8, PrepareError::QueryStarts { sequence: 0, start: 0, end: 8 }),
-        (|plan| plan.query_starts[2] = 5, PrepareError::QueryStarts { sequence: 1, start: 6, end: 5 }),
-        (|plan| plan.query_starts[2] = 6, PrepareError::RowWithoutSequence { row: 6 }),
-        (
-            |plan| plan.context_lens[0] = 5,
-            PrepareError::RowsExceedContext { sequence: 0, rows: 6, context: 5 },
-        ),
-        (
-            |plan| plan.context_lens[0] = 25,
-            PrepareError::ContextTooLong { sequence: 0, context: 25, max: 24 },
-        ),
-        (|plan| plan.context_lens[0] = 9, PrepareError::EntriesUnknown { sequence: 0, needed: 3, known: 2 }),
-        (|plan| plan.table_rows[1] = 3, PrepareError::TableRow { table_row: 3, max_sequences: 3 }),
+        (|plan| plan.query_starts[0] = 1, PlanFault::QueryStarts { sequence: 0, start: 1, end: 6 }),
+        (|plan| plan.query_starts[1] = 8, PlanFault::QueryStarts { sequence: 0, start: 0, end: 8 }),
+        (|plan| plan.query_starts[2] = 5, PlanFault::QueryStarts { sequence: 1, start: 6, end: 5 }),
+        (|plan| plan.query_starts[2] = 6, PlanFault::RowWithoutSequence { row: 6 }),
+        (|plan| plan.context_lens[0] = 5, PlanFault::RowsExceedContext { sequence: 0, rows: 6, context: 5 }),
+        (|plan| plan.context_lens[0] = 25, PlanFault::ContextTooLong { sequence: 0, context: 25, max: 24 }),
+        (|plan| plan.context_lens[0] = 9, PlanFault::EntriesUnknown { sequence: 0, needed: 3, known: 2 }),
+        (|plan| plan.table_rows[1] = 3, PlanFault::TableRow { table_row: 3, max_sequences: 3 }),
         (
             |plan| plan.table_changes[1].table_row = u32::MAX,
-            PrepareError::TableRow { table_row: u32::MAX, max_sequences: 3 },
+            PlanFault::TableRow { table_row: u32::MAX, max_sequences: 3 },
         ),
         (
             |plan| plan.table_changes[1].first_entry = 1,
-            PrepareError::TableRange { table_row: 1, first_entry: 1, len: 1, entries: 0 },
+            PlanFault::TableRange { table_row: 1, first_entry: 1, len: 1, entries: 0 },
         ),
         (
             |plan| plan.table_changes[1].len = u32::MAX,
-            PrepareError::TableRange { table_row: 1, first_entry: 0, len: u32::MAX, entries: 6 },
+            PlanFault::TableRange { table_row: 1, first_entry: 0, len: u32::MAX, entries: 6 },
         ),
-        (|plan| plan.changed_entries[0] = 12, PrepareError::BlockOutOfRange { block: 12, num_blocks: 12 }),
-        (|plan| plan.slot_mapping[3] = 48, PrepareError::SlotOutOfRange { row: 3, slot: 48, num_slots: 48 }),
-        (|plan| plan.slot_mapping[6] = 5, PrepareError::SlotTwice { slot: 5 }),
-        (|plan| copies(plan, &[(0, 12)]), PrepareError::BlockOutOfRange { block: 12, num_blocks: 12 }),
-        (|plan| copies(plan, &[(12, 0)]), PrepareError::BlockOutOfRange { block: 12, num_blocks: 12 }),
-        (|plan| copies(plan, &[(3, 4), (5, 3)]), PrepareError::CopyConflict { block: 3 }),
-        (|plan| copies(plan, &[(3, 4), (5, 4)]), PrepareError::CopyDestinationTwice { block: 4 }),
-        (
-            |plan| plan.fingerprint = 0,
-            PrepareError::Fingerprint { plan: 0, attention: config().fingerprint() },
-        ),
+        (|plan| plan.changed_entries[0] = 12, PlanFault::BlockOutOfRange { block: 12, num_blocks: 12 }),
+        (|plan| plan.slot_mapping[3] = 48, PlanFault::SlotOutOfRange { row: 3, slot: 48, num_slots: 48 }),
+        (|plan| plan.slot_mapping[6] = 5, PlanFault::SlotTwice { slot: 5 }),
+        (|plan| copies(plan, &[(0, 12)]), PlanFault::BlockOutOfRange { block: 12, num_blocks: 12 }),
+        (|plan| copies(plan, &[(12, 0)]), PlanFault::BlockOutOfRange { block: 12, num_blocks: 12 }),
+        (|plan| copies(plan, &[(3, 4), (5, 3)]), PlanFault::CopyConflict { block: 3 }),
+        (|plan| copies(plan, &[(3, 4), (5, 4)]), PlanFault::CopyDestinationTwice { block: 4 }),
     ];
     for (number, (break_it, expected)) in cases.into_iter().enumerate() {
         let mut plan = two_sequences();
         break_it(&mut plan);
-        assert_eq!(check(&plan), Err(expected), "case {number}");
+        let refused = check(&mut PlanChecker::new(&config()), &plan);
+        assert_eq!(refused, Err(PrepareError::InvalidPlan(expected)), "case {number}");
     }
 }
 
@@ -122,11 +108,11 @@ fn a_refused_plan_leaves_the_checker_as_it_was() {
     let mut checker = PlanChecker::new(&config());
     let mut broken = plan(&mut cache, &[(table, 6)]);
     broken.slot_mapping[0] = 48;
-    assert!(checker.check(&broken).is_err());
+    assert!(check(&mut checker, &broken).is_err());
     assert!(!checker.has_accepted());
     // Its table changes were not recorded either.
     let next = plan(&mut cache, &[(table, 6)]);
-    assert_eq!(checker.check(&next), Ok(()));
+    assert_eq!(check(&mut checker, &next), Ok(()));
     assert!(!next.changed_entries.is_empty());
 }
 
@@ -141,38 +127,38 @@ fn on_a_new_device_plans_must_have_forgotten_the_old_one() {
         checker
     };
     // Nothing was ever prepared: nothing is to be forgotten.
-    assert_eq!(succeed(&first).check(&plan(&mut cache, &[(table, 6)])), Ok(()));
+    assert_eq!(check(&mut succeed(&first), &plan(&mut cache, &[(table, 6)])), Ok(()));
 
     let step = plan(&mut cache, &[(table, 6)]);
-    assert_eq!(first.check(&step), Ok(()));
+    assert_eq!(check(&mut first, &step), Ok(()));
     first.accept(&step);
     first.record_changes(step.table_changes());
     cache.commit_step(step).expect("the outstanding plan");
     let mut second = succeed(&first);
     let not_forgotten = Err(PrepareError::DeviceNotForgotten { forgotten: 0, needed: 1 });
-    assert_eq!(second.check(&plan(&mut cache, &[(table, 1)])), not_forgotten);
+    assert_eq!(check(&mut second, &plan(&mut cache, &[(table, 1)])), not_forgotten);
     // Even one that reads nothing: who knows what comes after it.
     let other = cache.create(24).expect("a free table");
-    assert_eq!(second.check(&plan(&mut cache, &[(other, 1)])), not_forgotten);
+    assert_eq!(check(&mut second, &plan(&mut cache, &[(other, 1)])), not_forgotten);
 
     cache.forget_device();
     assert_eq!(cache.len(table), Ok(0));
     let step = plan(&mut cache, &[(table, 7)]);
     // As good on the device that was not lost after all.
-    assert_eq!(first.check(&step), Ok(()));
-    assert_eq!(second.check(&step), Ok(()));
+    assert_eq!(check(&mut first, &step), Ok(()));
+    assert_eq!(check(&mut second, &step), Ok(()));
     // A third device, before anything was prepared on the second, and after.
-    assert_eq!(succeed(&second).check(&step), Ok(()));
+    assert_eq!(check(&mut succeed(&second), &step), Ok(()));
     second.accept(&step);
     let mut third = succeed(&second);
     let step = plan(&mut cache, &[(table, 7)]);
-    assert_eq!(third.check(&step), Err(PrepareError::DeviceNotForgotten { forgotten: 1, needed: 2 }));
+    assert_eq!(check(&mut third, &step), Err(PrepareError::DeviceNotForgotten { forgotten: 1, needed: 2 }));
 
     // The cache stays the same one.
     let mut foreign = KvCache::new(config());
     foreign.forget_device();
     foreign.forget_device();
     let table = foreign.create(24).expect("a free table");
-    let refused = third.check(&plan(&mut foreign, &[(table, 1)]));
+    let refused = check(&mut third, &plan(&mut foreign, &[(table, 1)]));
     assert!(matches!(refused, Err(PrepareError::CacheInstance { .. })), "{refused:?}");
 }

@@ -1,0 +1,140 @@
+//! What an attention object has on its device for one cache: the pool of blocks, and everything that goes by the cache's
+//! numbers. Kernels and layouts outlive it.
+
+use crate::config::{ArenaLayout, CacheConfig, ModelShape};
+use crate::error::{DeviceError, PrepareError};
+use crate::gpu::capabilities::Capabilities;
+use crate::gpu::check::PlanChecker;
+use crate::gpu::groups::ArenaGroups;
+use crate::gpu::lease::Ledger;
+use crate::gpu::memory::{Allocator, DeviceMemory};
+use crate::gpu::metadata::{MetadataSlots, SlotContext};
+use crate::gpu::next_instance;
+use crate::gpu::options::AttentionOptions;
+use crate::gpu::params::LayerParams;
+use crate::gpu::pipelines::Layouts;
+use crate::gpu::setup::{QueryTiles, layer_params, partial_bytes, split_config};
+use crate::gpu::stats::AttentionStats;
+use crate::gpu::transfers::Transfers;
+use crate::schedule::SplitConfig;
+
+/// One cache's memory and state on a device.
+pub(super) struct Pool {
+    /// Tells steps of this pool from those of others, and from those that were prepared before it was given up.
+    pub(super) id: u64,
+    pub(super) cache: CacheConfig,
+    pub(super) arenas: ArenaLayout,
+    pub(super) memory: DeviceMemory,
+    pub(super) groups: ArenaGroups,
+    pub(super) slots: MetadataSlots,
+    pub(super) checker: PlanChecker,
+    pub(super) ledger: Ledger,
+    pub(super) split_config: SplitConfig,
+    pub(super) transfers: Transfers,
+}
+
+/// What a pool is made with: facts of the device, the model and the options.
+pub(super) struct PoolContext<'a> {
+    pub(super) device: &'a wgpu::Device,
+    pub(super) layouts: &'a Layouts,
+    pub(super) capabilities: &'a Capabilities,
+    pub(super) options: &'a AttentionOptions,
+    pub(super) shape: &'a ModelShape,
+    pub(super) tiles: QueryTiles,
+}
+
+impl Pool {
+    /// Makes the pool of `cache`, and counts what it has made in `stats`.
+    pub(super) fn create(
+        context: &PoolContext<'_>,
+        cache: CacheConfig,
+        stats: &mut AttentionStats,
+    ) -> Result<Self, DeviceError> {
+        let &PoolContext { device, layouts, capabilities, options, shape, tiles } = context;
+        let max_bytes = capabilities.max_binding_bytes;
+        if cache.table_bytes() > max_bytes {
+            return Err(DeviceError::LimitTooLow {
+                object: "the block tables",
+                limit: "max_storage_buffer_binding_size",
+                needed: cache.table_bytes(),
+                actual: max_bytes,
+            });
+        }
+        let arenas = cache.arenas(max_bytes)?;
+        let split_config = split_config(shape, &cache, options, capabilities, tiles);
+        let layer_params = layer_params(shape, &cache, &arenas, options, tiles);
+        let mut allocator = Allocator::new(device);
+        let scratch_bytes = u64::from(split_config.max_partials) * partial_bytes(shape, &cache);
+        let alignment = capabilities.uniform_alignment;
+        let memory =
+            DeviceMemory::create(&mut allocator, &cache, &arenas, scratch_bytes, &layer_params, alignment)?;
+        let groups = ArenaGroups::create(device, layouts, &memory)?;
+        let transfers = Transfers::new(device, &cache, &arenas, options.staging_bytes, max_bytes);
+        let mut pool = Self {
+            id: next_instance(),
+            cache,
+            arenas,
+            memory,
+            groups,
+            slots: MetadataSlots::default(),
+            checker: PlanChecker::new(&cache),
+            ledger: Ledger::default(),
+            split_config,
+            transfers,
+        };
+        stats.arena_bytes = pool.memory.arenas.iter().map(wgpu::Buffer::size).sum();
+        stats.table_bytes = pool.memory.tables.size();
+        stats.scratch_bytes = pool.memory.partials.size();
+        stats.buffers_created += allocator.num_buffers();
+        stats.bind_groups_created += pool.groups.count();
+        pool.fill_slots(context, stats)?;
+        Ok(pool)
+    }
+
+    /// Begins anew with another cache of the same configuration: nothing that the old one had counts any more.
+    pub(super) fn restart(&mut self) {
+        self.id = next_instance();
+        self.checker = PlanChecker::new(&self.cache);
+        self.ledger = Ledger::default();
+        self.transfers.restart();
+    }
+
+    /// Gives the memory up, and refuses what was prepared.
+    pub(super) fn retire(&mut self) {
+        self.id = next_instance();
+        self.transfers.abandon();
+        // A holder of a clone of a buffer does not keep its memory.
+        self.memory.destroy();
+        self.slots = MetadataSlots::default();
+    }
+
+    fn fill_slots(&mut self, context: &PoolContext<'_>, stats: &AttentionStats) -> Result<(), DeviceError> {
+        let slots = slot_context(context.device, context.layouts, &self.memory, context.capabilities);
+        self.slots.fill(&slots).map_err(|error| match error {
+            PrepareError::OutOfMemory { asked_bytes } => DeviceError::OutOfMemory {
+                object: "step metadata",
+                asked_bytes,
+                created_bytes: stats.arena_bytes + stats.table_bytes + stats.scratch_bytes,
+            },
+            PrepareError::DeviceLost => DeviceError::DeviceLost,
+            error => DeviceError::Refused { object: "step metadata", reason: error.to_string() },
+        })
+    }
+}
+
+/// What a pool's metadata slots are bound with.
+pub(super) fn slot_context<'a>(
+    device: &'a wgpu::Device,
+    layouts: &'a Layouts,
+    memory: &'a DeviceMemory,
+    capabilities: &Capabilities,
+) -> SlotContext<'a> {
+    SlotContext {
+        device,
+        layouts,
+        tables: &memory.tables,
+        layers: &memory.layers,
+        layer_params_bytes: size_of::<LayerParams>() as u64,
+        max_binding_bytes: capabilities.max_binding_bytes,
+    }
+}
