@@ -7,11 +7,13 @@
 mod gpu;
 #[cfg(feature = "wgpu")]
 mod plan_fault;
+mod plan_text;
 
 #[cfg(feature = "wgpu")]
 pub use gpu::{BindError, DeviceError, PrepareError, RecordError};
 #[cfg(feature = "wgpu")]
 pub use plan_fault::PlanFault;
+pub use plan_text::{PlanTextError, PlanTextFault};
 
 use crate::ids::{SequenceId, StepId, TableId};
 use std::fmt;

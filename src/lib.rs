@@ -24,7 +24,7 @@ pub use config::{
     ArenaLayout, BlockLayout, CacheConfig, DEFAULT_BLOCK_SIZE, DEFAULT_MAX_SEQUENCES, KvFormat, KvPart,
     KvType, MAX_ARENA_BYTES, MAX_BLOCK_SIZE, MAX_HEAD_DIM, ModelShape,
 };
-pub use error::{CacheError, CommitError, ConfigError, Error, RequestError};
+pub use error::{CacheError, CommitError, ConfigError, Error, PlanTextError, PlanTextFault, RequestError};
 pub use ids::{BlockId, PADDING_SLOT, RequestId, SequenceId, StepId, TableId, TokenId};
 pub use schedule::{
     Admission, DIRECT, DecodeItem, DuplicatePrompts, FinishReason, LogitRow, MergeItem, MissCounts,

@@ -8,6 +8,7 @@ mod events;
 mod forget;
 mod ledger;
 mod line;
+mod plan_text;
 mod planner;
 mod preempt;
 mod prefix;

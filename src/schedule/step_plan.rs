@@ -1,7 +1,8 @@
 //! What one step does, as flat `u32` arrays in the order in which the device reads them.
 //!
 //! A [`StepPlan`] is a value: the scheduler (or a [`StepBuilder`](crate::StepBuilder)) fills it, the device part and the
-//! CPU twins read it, `commit` takes it back. It holds no bytes of keys or values and no policy.
+//! CPU twins read it, `commit` takes it back. It holds no bytes of keys or values and no policy. It can be written down and
+//! read back (`Display`, `FromStr`), in another process, too.
 //!
 //! Rows are the step's new tokens, sequence after sequence; padding rows, if any, come last and belong to no sequence.
 
@@ -54,11 +55,16 @@ pub struct LogitRow {
 ///
 /// Row `i` of a sequence with `n` rows and context `c` sees the keys `0 ..= c - n + i`.
 ///
+/// Its text (`Display`) has every number, and is read back by `FromStr`: a history of plans can be logged, and replayed on
+/// another attention object, which `PagedAttention::use_cache` ties to the logged plans'
+/// [`cache_instance`](Self::cache_instance). A clone of a plan is as good as the plan, but only one of them can be
+/// committed.
+///
 /// Dropping a plan undoes it: the next `schedule` rolls its growth back. Committing one asserts that its commands were
 /// submitted. Where they were not, the device part finds out and says so when the next plan is prepared
 /// (`PrepareError::StepNotExecuted`).
 #[must_use = "a plan that is not committed is rolled back by the next `schedule`"]
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepPlan {
     pub(crate) step: StepId,
     pub(crate) cache_instance: u64,

@@ -15,6 +15,7 @@ mod histories;
 mod line;
 mod manifests;
 mod model;
+mod plan_text;
 mod preemption;
 mod promises;
 mod properties;

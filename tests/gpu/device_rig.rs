@@ -109,18 +109,20 @@ impl<'a> DeviceRig<'a> {
     pub(crate) fn run(&mut self, plan: &StepPlan, layers: &[Tensors]) -> Vec<Vec<f32>> {
         let tensors: Vec<_> = layers.iter().map(|tensors| self.bind(plan, tensors)).collect();
         self.submit_layers(plan, &tensors, LayerPart::Whole);
+        tensors.iter().map(|(_, output)| self.output(output)).collect()
+    }
+
+    /// The rows of an output's buffer.
+    pub(crate) fn output(&self, buffer: &wgpu::Buffer) -> Vec<f32> {
         let output_len = self.host.shape.num_query_heads as usize * self.host.v_len;
-        let rows_of = |buffer: &wgpu::Buffer| -> Vec<f32> {
-            let padded = self.elements(buffer);
-            let offset = OFFSET / self.activations.bytes() as usize;
-            let rows = padded[offset..].chunks(output_len + ROW_GAP);
-            rows.flat_map(|row| {
-                assert!(row[output_len..].iter().all(|x| x.is_nan()), "written beyond a row");
-                row[..output_len].to_vec()
-            })
-            .collect()
-        };
-        tensors.iter().map(|(_, output)| rows_of(output)).collect()
+        let padded = self.elements(buffer);
+        let offset = OFFSET / self.activations.bytes() as usize;
+        let rows = padded[offset..].chunks(output_len + ROW_GAP);
+        rows.flat_map(|row| {
+            assert!(row[output_len..].iter().all(|x| x.is_nan()), "written beyond a row");
+            row[..output_len].to_vec()
+        })
+        .collect()
     }
 
     /// Writes the keys and values of a step of one layer, without its attention, and waits for it.

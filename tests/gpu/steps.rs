@@ -3,14 +3,14 @@
 
 use paged_kv::{
     AttentionOptions, CacheConfig, KvFormat, KvType, MAX_ARENA_BYTES, ModelShape, PagedAttention,
-    StepBuilder, TableId,
+    StepBuilder, StepPlan, TableId,
 };
 use wgpu::{Features, Limits};
 
 use crate::device::on_each_adapter;
 use crate::device_rig::{DeviceRig, on_each_adapter_but_gl, open};
 use crate::kernels::TOLERANCE;
-use crate::rig::{Rig, Tensors};
+use crate::rig::{Random, Rig, Tensors};
 
 /// One step of all layers, checked against the f64 attention and the twin's words, and committed.
 pub(crate) fn step(rig: &mut DeviceRig<'_>, pushes: &[(TableId, u32)]) {
@@ -24,6 +24,93 @@ pub(crate) fn step(rig: &mut DeviceRig<'_>, pushes: &[(TableId, u32)]) {
         rig.host.assert_layer_dense(&plan, tensors, layer, output, TOLERANCE);
     }
     rig.host.commit(plan);
+}
+
+/// Each layer in a submission of its own, waited for, as an application does whose submissions must be short.
+#[test]
+fn b63_a_step_may_be_cut_over_several_submissions() {
+    on_each_adapter_but_gl(|adapter| {
+        let gpu = open(adapter);
+        let shape = ModelShape { num_layers: 6, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
+        let config = CacheConfig::for_blocks(16, &shape, KvType::F32).expect("a valid configuration");
+        let mut rig = DeviceRig::new(&gpu, Rig::of(shape, config), AttentionOptions::default());
+        let parent = rig.host.open();
+        step(&mut rig, &[(parent, 7)]);
+        let child = rig.host.kv.fork(parent, 7, 40).expect("a free table");
+
+        let plan = rig.host.plan(&[(parent, 1), (child, 3)]);
+        let layers: Vec<Tensors> = (0..6).map(|_| rig.host.tensors(&plan)).collect();
+        rig.host.begin(&plan);
+        (0..).zip(&layers).for_each(|(layer, tensors)| rig.host.append(&plan, tensors, layer));
+        let bound: Vec<_> = layers.iter().map(|tensors| rig.bind(&plan, tensors)).collect();
+        let submit = |encoder: wgpu::CommandEncoder| {
+            gpu.queue.submit([encoder.finish()]);
+            gpu.device.poll(wgpu::PollType::wait_indefinitely()).expect("a working device");
+        };
+        let mut prepared = rig.attention.prepare(&plan).expect("a valid plan");
+        let mut encoder = gpu.device.create_command_encoder(&Default::default());
+        rig.attention.record_transfers(&mut encoder, &mut prepared);
+        submit(encoder);
+        for (layer, (tensors, _)) in (0..).zip(&bound) {
+            let mut encoder = gpu.device.create_command_encoder(&Default::default());
+            let mut pass = encoder.begin_compute_pass(&Default::default());
+            if layer == 0 {
+                rig.attention.record_block_copies(&mut pass, &mut prepared);
+            }
+            rig.attention.record_layer(&mut pass, &mut prepared, layer, tensors).expect("the right order");
+            drop(pass);
+            submit(encoder);
+        }
+        drop(prepared);
+        rig.assert_same_blocks();
+        for ((layer, tensors), (_, output)) in (0..).zip(&layers).zip(&bound) {
+            rig.host.assert_layer_dense(&plan, tensors, layer, &rig.output(output), TOLERANCE);
+        }
+        rig.host.commit(plan);
+        step(&mut rig, &[(parent, 1), (child, 1)]);
+    });
+}
+
+/// A log of plans is all that another process needs, beside the tensors.
+#[test]
+fn a_history_of_plans_that_was_written_down_is_replayed_to_the_same_bits() {
+    on_each_adapter_but_gl(|adapter| {
+        let gpu = open(adapter);
+        let host = || {
+            let mut host = Rig::new((4, 2, 16), KvType::F16, 4, 24);
+            host.shuffle_free_blocks();
+            host
+        };
+        let mut rig = DeviceRig::new(&gpu, host(), AttentionOptions::default());
+        let (first, second) = (rig.host.open(), rig.host.open());
+        let (mut log, mut outputs) = (Vec::new(), Vec::new());
+        let run = |rig: &mut DeviceRig<'_>, plan: &StepPlan| {
+            rig.host.random = Random(plan.step().raw());
+            let tensors = rig.host.tensors(plan);
+            let output = rig.run(plan, std::slice::from_ref(&tensors)).swap_remove(0);
+            output.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+        };
+        let mut tables = vec![first, second];
+        for rows in [9, 1, 6, 1] {
+            let pushes: Vec<_> = tables.iter().map(|&table| (table, rows)).collect();
+            let plan = rig.host.plan(&pushes);
+            outputs.push(run(&mut rig, &plan));
+            log.push(plan.to_string());
+            rig.host.commit(plan);
+            if rows == 6 {
+                tables.push(rig.host.kv.fork(first, 14, 32).expect("a free table"));
+            }
+        }
+        assert!(log.last().expect("four plans").contains("block_copies "), "{log:?}");
+
+        let mut replayed = DeviceRig::new(&gpu, host(), AttentionOptions::default());
+        let instance = rig.host.kv.instance();
+        replayed.attention.use_cache(*rig.host.kv.config(), instance).expect("the same configuration");
+        for (text, output) in log.iter().zip(&outputs) {
+            let plan: StepPlan = text.parse().expect("a plan's text");
+            assert!(run(&mut replayed, &plan) == *output, "{text}");
+        }
+    });
 }
 
 #[test]
