@@ -47,6 +47,7 @@ pub use gpu::shaders;
 pub use gpu::{
     ActivationType, AttentionOptions, AttentionStats, BoundTensors, LayerTensors, PagedAttention,
     PreparedStep, ShaderVariant, TensorSlice, recommended_features, recommended_limits,
+    recommended_scheduler_config,
 };
 /// The wgpu that this version of the library is built on.
 #[cfg(feature = "wgpu")]

@@ -3,8 +3,9 @@
 //! What the adapter could do does not count: an application that wants larger caches or subgroup operations enables
 //! them when it requests its device, with [`recommended_limits`] and [`recommended_features`].
 
-use crate::config::MAX_ARENA_BYTES;
+use crate::config::{MAX_ARENA_BYTES, ModelShape};
 use crate::error::DeviceError;
+use crate::schedule::SchedulerConfig;
 use wgpu::{DeviceType, Features, Limits};
 
 /// A limit that the kernels depend on: its name in `wgpu::Limits`, the least that suffices, and where it is.
@@ -66,6 +67,46 @@ fn raised(mut limits: Limits, mut offered: Limits) -> Limits {
 pub fn recommended_features(adapter: &wgpu::Adapter) -> Features {
     adapter.features() & Features::SUBGROUP
 }
+
+/// A scheduler's configuration whose steps a device of this kind computes in about half a second, so that a step that is
+/// submitted at once stays far from the two seconds after which drivers give a device up: the default one, with fewer rows
+/// and (row, key) pairs a step where a model is large for the kind of device.
+///
+/// `num_parameters` are the model's weights that every token is multiplied by; of a mixture of experts, those of one token.
+/// wgpu tells no speed, so this goes by discrete GPU (2.9 TFLOP a step), other GPU (0.7) and software adapter (0.05), half
+/// of it for attention and half for weights. An application that measures its steps does better, with
+/// [`Scheduler::set_step_budgets`](crate::Scheduler::set_step_budgets).
+///
+/// ```no_run
+/// # use paged_kv::{ModelShape, SchedulerConfig, recommended_scheduler_config};
+/// # fn config(device: &wgpu::Device, shape: &ModelShape) -> SchedulerConfig {
+/// SchedulerConfig { lookahead: 4, ..recommended_scheduler_config(device, shape, 8_000_000_000) }
+/// # }
+/// ```
+pub fn recommended_scheduler_config(
+    device: &wgpu::Device,
+    shape: &ModelShape,
+    num_parameters: u64,
+) -> SchedulerConfig {
+    scheduler_config(Scale::of(device.adapter_info().device_type), shape, num_parameters)
+}
+
+fn scheduler_config(scale: Scale, shape: &ModelShape, num_parameters: u64) -> SchedulerConfig {
+    let default = SchedulerConfig::default();
+    let half = STEP_DISPATCHES * scale.dispatch_flop / 2;
+    let rows = half / num_parameters.saturating_mul(2).max(1);
+    let heads = u64::from(shape.num_query_heads) * u64::from(shape.num_layers);
+    let pairs = half / (4 * heads * u64::from(shape.head_dim)).max(1);
+    SchedulerConfig {
+        step_tokens: default.step_tokens.min(u32::try_from(rows).unwrap_or(u32::MAX)).max(1),
+        step_work_budget: default.step_work_budget.min(pairs).max(1),
+        ..default
+    }
+}
+
+/// Dispatches of the default budget that a step may take as long as: by the times beside [`Scale::dispatch_flop`] half a
+/// second on a Steam Deck, 0.4 on an RX 7600, and 0.12 on an RX 7900 XTX.
+const STEP_DISPATCHES: u64 = 48;
 
 /// No tensor is larger than this, whatever the device allows: the attention kernels address queries by 27 bits of 16-byte
 /// units, or 28 bits of 8-byte ones (`UNIT_MASK`). Vulkan and DX12 bind no more either, but Metal does.
@@ -147,7 +188,7 @@ fn max_tensor_bytes(limits: &Limits) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{CacheConfig, KvType, ModelShape};
+    use crate::config::{CacheConfig, KvType};
     use crate::gpu::options::AttentionOptions;
     use crate::gpu::setup::{QueryTiles, split_config};
     use crate::schedule::{StepPlan, WorkSplit};
@@ -184,6 +225,33 @@ mod tests {
             let workgroups = pairs / (2 * 16_384) * 8;
             assert!(2 * workgroups >= u64::from(scale.target_workgroups), "{device_type:?}: {workgroups}");
         }
+    }
+
+    #[test]
+    fn a_recommended_step_is_within_half_a_second_of_its_kind_of_device() {
+        let large = ModelShape { num_layers: 32, num_query_heads: 32, num_kv_heads: 8, head_dim: 128 };
+        let small = ModelShape { num_layers: 30, num_query_heads: 9, num_kv_heads: 3, head_dim: 64 };
+        // Sustained rates of slow devices of their kind, in GFLOP a second.
+        for (device_type, rate, rows) in [
+            (DeviceType::DiscreteGpu, 7_400, [90, 512]),
+            (DeviceType::IntegratedGpu, 1_400, [22, 512]),
+            (DeviceType::Cpu, 100, [1, 88]),
+        ] {
+            let default = SchedulerConfig::default();
+            for ((shape, parameters), rows) in
+                [(large, 8_000_000_000), (small, 135_000_000)].into_iter().zip(rows)
+            {
+                let config = scheduler_config(Scale::of(device_type), &shape, parameters);
+                let flop_per_pair = 4 * u64::from(shape.num_query_heads * shape.head_dim * shape.num_layers);
+                let weights = 2 * parameters * u64::from(config.step_tokens);
+                let millis = (weights + config.step_work_budget * flop_per_pair) / (rate * 1_000_000);
+                assert!(millis <= 520, "{device_type:?}: {millis} ms");
+                assert_eq!(config.step_tokens, rows, "{device_type:?}");
+                assert!(config.step_work_budget <= default.step_work_budget);
+            }
+        }
+        let config = scheduler_config(Scale::of(DeviceType::Cpu), &large, u64::MAX);
+        assert_eq!(config.step_tokens, 1);
     }
 
     #[test]

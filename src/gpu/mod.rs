@@ -7,6 +7,10 @@
 //! 3. [`record_block_copies`](PagedAttention::record_block_copies) in a compute pass;
 //! 4. [`record_layer`](PagedAttention::record_layer) for each layer in order, between the application's own dispatches.
 //!
+//! A step may be cut over several submissions: its encoders are submitted in the order in which it was recorded, and the
+//! `PreparedStep` is kept until the last of them is recorded. A driver's watchdog counts submissions, and an application can
+//! draw between them.
+//!
 //! A plan that swaps blocks has one call more: [`poll_transfers`](PagedAttention::poll_transfers), once per step or
 //! frame, after the application has polled its device. It collects the bytes that have arrived.
 //!
@@ -40,7 +44,7 @@ mod tensors;
 mod transfers;
 mod use_cache;
 
-pub use capabilities::{recommended_features, recommended_limits};
+pub use capabilities::{recommended_features, recommended_limits, recommended_scheduler_config};
 pub use options::{ActivationType, AttentionOptions};
 pub use pipelines::ShaderVariant;
 pub use record::PreparedStep;

@@ -104,8 +104,19 @@ impl AttentionOptions {
         self
     }
 
-    /// (row, key) pairs that one dispatch may have, so that no dispatch runs into a watchdog or holds up a frame. The
-    /// default is about 60 GFLOP of attention per dispatch on a discrete GPU, 15 on others and 1 on a software adapter.
+    /// (row, key) pairs that one dispatch of attention may have, so that no dispatch holds up the frames that are drawn
+    /// beside it. The default is about 60 GFLOP of attention per dispatch on a discrete GPU, 15 on others and 1 on a
+    /// software adapter.
+    ///
+    /// What is not cut may exceed it: a tile of queries over one span of keys (long spans are cut where there is scratch
+    /// for their partial results), and the dispatches that only move bytes. Those move at most the tensors (append), the
+    /// scratch buffer (merge) or one arena (block copies), each less than 2 GiB.
+    ///
+    /// It bounds dispatches, not submissions, and a driver's watchdog counts submissions: those are bounded by the step
+    /// ([`SchedulerConfig::step_tokens`](crate::SchedulerConfig::step_tokens),
+    /// [`step_work_budget`](crate::SchedulerConfig::step_work_budget)), for which there is
+    /// [`recommended_scheduler_config`](crate::recommended_scheduler_config), and by how many of its layers are submitted at
+    /// once.
     pub fn dispatch_work_budget(mut self, pairs: u64) -> Self {
         self.dispatch_work_budget = Some(pairs);
         self

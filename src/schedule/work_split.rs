@@ -36,7 +36,7 @@ pub struct SplitConfig {
     /// no prefill row. Such spans are never lengthened: when [`WorkSplit::num_partials`] exceeds the scratch buffer, the
     /// step must be refused.
     pub fixed_span_tokens: Option<u32>,
-    /// (row, key) pairs that one dispatch may have, all kv heads counted once. A single item may exceed it.
+    /// (row, key) pairs that one dispatch of attention may have, all kv heads counted once. A single item may exceed it.
     pub dispatch_work_budget: u64,
 }
 
