@@ -29,7 +29,7 @@ pub use ids::{BlockId, PADDING_SLOT, RequestId, SequenceId, StepId, TableId, Tok
 pub use schedule::{
     Admission, DIRECT, DecodeItem, DuplicatePrompts, FinishReason, LogitRow, MergeItem, MissCounts,
     Preemption, PreemptionMode, PreemptionReason, PrefillItem, PrefixCacheConfig, PrefixReport, Priority,
-    Rates, Request, RowResult, Schedule, Scheduler, SchedulerConfig, SchedulerStats, SequenceState,
+    Rates, Request, RowGroup, RowResult, Schedule, Scheduler, SchedulerConfig, SchedulerStats, SequenceState,
     SequenceStatus, SplitConfig, StepBuilder, StepEvent, StepPlan, TableChange, TransferReport, VictimPolicy,
     WaitReason, WorkSplit,
 };

@@ -26,6 +26,7 @@ use crate::gpu::params::{STEP_PARAMS_WORDS, StepParams};
 use crate::gpu::pipelines::Layouts;
 use crate::gpu::scope::{Refusal, guarded, is_lost};
 use crate::schedule::{PrefillItem, StepPlan, TableChange, WorkSplit};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use wgpu::{
@@ -48,6 +49,9 @@ pub(super) struct StepRecord {
     /// Items of each decode and prefill dispatch; dispatch `i` has header `i`.
     pub(super) decode_dispatches: Vec<u32>,
     pub(super) prefill_dispatches: Vec<u32>,
+    /// Groups of rows, if there are any: the headers of a group's prefill dispatches, and how many rows it merges by the
+    /// header of its own number.
+    pub(super) groups: Vec<(Range<u32>, u32)>,
     pub(super) table_changes: Vec<TableChange>,
     /// First word of the changed entries.
     pub(super) changed_entries: u32,
@@ -283,7 +287,7 @@ fn create_slot(
     Ok(Slot { lease: Arc::default(), capacity_words, num_headers, staging, buffer, group, record })
 }
 
-/// Headers that the step needs: one, or as many as its longest list of dispatches. They lie `header_words` apart, and the
+/// Headers that the step needs: one, or as many as its longest list of dispatches (a group has one at least). They lie `header_words` apart, and the
 /// arrays follow the last one directly.
 fn num_headers(split: &WorkSplit) -> u32 {
     split.decode_dispatches.len().max(split.prefill_dispatches.len()).max(1) as u32
@@ -362,6 +366,7 @@ fn pack(
 fn write_headers(split: &WorkSplit, header_words: u32, words: &mut [u32], record: &mut StepRecord) {
     record.decode_dispatches.clear();
     record.prefill_dispatches.clear();
+    record.groups.clear();
     for header in 0..num_headers(split) as usize {
         let mut params = record.params;
         if let Some(range) = split.decode_dispatches.get(header) {
@@ -373,6 +378,11 @@ fn write_headers(split: &WorkSplit, header_words: u32, words: &mut [u32], record
             params.prefill_items += PrefillItem::WORDS * range.start;
             params.num_prefill_items = range.end - range.start;
             record.prefill_dispatches.push(params.num_prefill_items);
+        }
+        if let Some(group) = split.groups.get(header) {
+            params.merge_items += 4 * group.merge_items.start;
+            params.num_merge_items = group.merge_items.end - group.merge_items.start;
+            record.groups.push((group.prefill_dispatches.clone(), params.num_merge_items));
         }
         let start = header * header_words as usize;
         words[start..start + STEP_PARAMS_WORDS as usize].copy_from_slice(bytemuck::cast_slice(&[params]));

@@ -264,7 +264,7 @@ impl PagedAttention {
         }
         self.pool.checker.check(plan)?;
         self.split.split(plan, &self.pool.split_config);
-        self.check_fixed_spans(plan)?;
+        self.check_fixed_spans()?;
         let context = slot_context(&self.device, &self.layouts, &self.pool.memory, &self.capabilities);
         let (slot, lease) = self.pool.slots.pack(&context, plan, &self.split, self.header_words)?;
         let transfer = self.pool.transfers.prepare(plan)?;
@@ -304,20 +304,13 @@ impl PagedAttention {
     }
 
     /// With fixed spans, a full scratch buffer must not lead to longer spans.
-    fn check_fixed_spans(&self, plan: &StepPlan) -> Result<(), PrepareError> {
-        let Some(span_tokens) = self.pool.split_config.fixed_span_tokens else {
-            return Ok(());
-        };
-        let rows = plan.query_starts().windows(2).map(|pair| pair[1] - pair[0]);
-        let contexts =
-            rows.zip(plan.context_lens()).filter(|(rows, _)| *rows == 1).map(|(_, context)| context);
-        let spans = contexts.map(|context| u64::from(context.div_ceil(span_tokens)));
-        let needed = spans.filter(|&spans| spans > 1).sum();
-        let available = u64::from(self.pool.split_config.max_partials);
-        if needed > available {
-            return Err(PrepareError::ScratchTooSmall { needed, available });
+    fn check_fixed_spans(&self) -> Result<(), PrepareError> {
+        let SplitConfig { fixed_span_tokens, max_partials, .. } = self.pool.split_config;
+        let (needed, available) = (self.split.num_partials.into(), max_partials.into());
+        match fixed_span_tokens {
+            Some(_) if needed > available => Err(PrepareError::ScratchTooSmall { needed, available }),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// The buffers that hold the blocks, for tools that read or write them: `COPY_SRC` and `COPY_DST`.

@@ -40,13 +40,14 @@ impl fmt::Display for ActivationType {
 /// ```
 /// # use paged_kv::AttentionOptions;
 /// // Bits of a row that do not depend on what else is in the batch.
-/// let options = AttentionOptions::default().fixed_span_tokens(512);
+/// let options = AttentionOptions::default().batch_invariant(512);
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct AttentionOptions {
     pub(super) scale: Option<f32>,
     pub(super) activations: ActivationType,
     pub(super) fixed_span_tokens: Option<u32>,
+    pub(super) batch_invariant: Option<u32>,
     pub(super) checked_shaders: bool,
     pub(super) compact_shaders: Option<bool>,
     pub(super) disallow_subgroups: bool,
@@ -72,14 +73,36 @@ impl AttentionOptions {
     }
 
     /// Cuts the keys of every sequence with one row into spans of `tokens` tokens, whatever else is in the batch, and those
-    /// of no other sequence, so that the bits of a row's result do not depend on its neighbours. Rounded up to a multiple
+    /// of no other sequence, so that the bits of such a row do not depend on its neighbours. Rounded up to a multiple
     /// of the block size and of 128, and at least that.
+    ///
+    /// That says nothing of rows which are computed together: which rows of a prompt are is up to the scheduler, and to
+    /// the other sequences of the step. For bits that depend on no such thing there is
+    /// [`batch_invariant`](Self::batch_invariant).
     ///
     /// The spans' partial results must fit into the scratch buffer, which is made large enough for `max_sequences` rows
     /// of the declared maximum unless [`scratch_bytes`](Self::scratch_bytes) or the device's limits are lower;
     /// a step that needs more is [`PrepareError::ScratchTooSmall`](crate::PrepareError::ScratchTooSmall).
     pub fn fixed_span_tokens(mut self, tokens: u32) -> Self {
         self.fixed_span_tokens = Some(tokens);
+        self
+    }
+
+    /// Computes every row the same way, whatever step it is in: the bits of its result depend on its query and its keys and
+    /// values alone. Neither its neighbours in the batch change them, nor the chunks that its prompt is cut into, nor
+    /// preemption, swaps, and blocks found in the prefix cache. So a sequence has the bits that it has alone, as far as the
+    /// application's own kernels keep to the same; on another device, or with another `span_tokens`, it has others. Takes the
+    /// place of [`fixed_span_tokens`](Self::fixed_span_tokens).
+    ///
+    /// What it costs: single rows go through the kernel for several rows, which computes eight queries where a kv head has
+    /// perhaps one; every row's keys are cut into spans of `span_tokens` tokens (rounded up to a multiple of the block size
+    /// and of 128) although the device may be full without, or not be filled with them; every row is merged, also where there is one span; no
+    /// tile of keys is walked without guards; and where the partial results of a step's rows do not fit into the
+    /// scratch buffer ([`scratch_bytes`](Self::scratch_bytes), 32 MiB), attention and merge take them in groups, one after the
+    /// other. A scratch buffer that does not hold one row's is
+    /// [`PrepareError::ScratchTooSmall`](crate::PrepareError::ScratchTooSmall).
+    pub fn batch_invariant(mut self, span_tokens: u32) -> Self {
+        self.batch_invariant = Some(span_tokens);
         self
     }
 

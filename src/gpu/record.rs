@@ -3,8 +3,10 @@
 use crate::error::RecordError;
 use crate::gpu::PagedAttention;
 use crate::gpu::lease::{Commands, Lease};
+use crate::gpu::metadata::Slot;
 use crate::gpu::params::StepParams;
 use crate::gpu::tensors::BoundTensors;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use wgpu::{CommandEncoder, ComputePass, ComputePipeline};
@@ -173,7 +175,8 @@ impl PagedAttention {
     ///
     /// Layers come in order, each once, after [`record_block_copies`](Self::record_block_copies). At most three
     /// dispatches in a step of single rows (append, attention, merge), four in a mixed one, and more only where the
-    /// work budget cuts a dispatch. A step that is committed although a layer is missing, or although an encoder that has
+    /// work budget cuts a dispatch, or where [batch-invariant](crate::AttentionOptions::batch_invariant) rows are taken in
+    /// groups. A step that is committed although a layer is missing, or although an encoder that has
     /// some of it was dropped, has not run: later plans are
     /// [`PrepareError::StepNotExecuted`](crate::PrepareError::StepNotExecuted).
     ///
@@ -216,11 +219,10 @@ impl PagedAttention {
         }
         hold_lease(pass, step);
         if part != LayerPart::Attention {
-            step.dispatches += self.record_append(pass, step, layer, tensors);
+            step.dispatches += self.append(pass, step, layer, tensors);
         }
         if part != LayerPart::Append {
             step.dispatches += self.record_attention(pass, step, layer, tensors);
-            step.dispatches += self.record_merge(pass, step);
         }
         self.stats.step_dispatches = step.dispatches;
         Ok(())
@@ -257,7 +259,7 @@ impl PagedAttention {
         Ok(())
     }
 
-    fn record_append(
+    fn append(
         &self,
         pass: &mut ComputePass<'_>,
         step: &PreparedStep,
@@ -276,6 +278,7 @@ impl PagedAttention {
         dispatches
     }
 
+    /// The attention of all rows, and the merge of those that were split; group after group, if the rows are grouped.
     fn record_attention(
         &self,
         pass: &mut ComputePass<'_>,
@@ -283,69 +286,91 @@ impl PagedAttention {
         layer: u32,
         tensors: &BoundTensors,
     ) -> u32 {
-        let record = &self.pool.slots.slot(step.slot).record;
-        let (arena, _) = self.pool.arenas.arena_of(layer);
-        pass.set_bind_group(1, &self.pool.groups.attention_arenas[arena as usize], &[]);
-        pass.set_bind_group(2, &tensors.attend, &[]);
-        let decode = (
-            "paged_kv.attention_decode",
-            &self.pipelines.attention_decode,
-            &record.decode_dispatches,
-            self.pool.split_config.workgroups_per_item,
-        );
-        let prefill = (
-            "paged_kv.attention_prefill",
-            &self.pipelines.attention_prefill,
-            &record.prefill_dispatches,
-            self.shape.num_kv_heads,
-        );
-        let mut dispatches = 0;
-        for (label, pipeline, counts, workgroups_per_item) in [decode, prefill] {
-            if counts.is_empty() {
-                continue;
-            }
-            pass.push_debug_group(label);
-            dispatches += self.record_items(pass, step, layer, pipeline, counts, workgroups_per_item);
-            pass.pop_debug_group();
+        let slot = self.pool.slots.slot(step.slot);
+        let record = &slot.record;
+        let target = LayerPass { slot, layer, tensors };
+        if record.groups.is_empty() {
+            let headers = 0..record.prefill_dispatches.len() as u32;
+            return self.record_decode(pass, &target)
+                + self.record_prefill(pass, &target, headers)
+                + self.record_merge(pass, &target, 0, record.params.num_merge_items);
         }
-        dispatches
+        let groups = (0..).zip(&record.groups);
+        groups
+            .map(|(group, (headers, num_merge_items))| {
+                self.record_prefill(pass, &target, headers.clone())
+                    + self.record_merge(pass, &target, group, *num_merge_items)
+            })
+            .sum()
     }
 
-    /// One dispatch per entry of `counts`, each with its own header.
+    fn record_decode(&self, pass: &mut ComputePass<'_>, target: &LayerPass<'_>) -> u32 {
+        let counts = &target.slot.record.decode_dispatches;
+        let items = (0..counts.len() as u32).map(|header| (header, counts[header as usize]));
+        let kernel = ("paged_kv.attention_decode", &self.pipelines.attention_decode);
+        self.record_items(pass, target, kernel, items, self.pool.split_config.workgroups_per_item)
+    }
+
+    fn record_prefill(&self, pass: &mut ComputePass<'_>, target: &LayerPass<'_>, headers: Range<u32>) -> u32 {
+        let counts = &target.slot.record.prefill_dispatches;
+        let items = headers.map(|header| (header, counts[header as usize]));
+        let kernel = ("paged_kv.attention_prefill", &self.pipelines.attention_prefill);
+        self.record_items(pass, target, kernel, items, self.shape.num_kv_heads)
+    }
+
+    /// One dispatch per header and number of items.
     fn record_items(
         &self,
         pass: &mut ComputePass<'_>,
-        step: &PreparedStep,
-        layer: u32,
-        pipeline: &ComputePipeline,
-        counts: &[u32],
+        target: &LayerPass<'_>,
+        (label, pipeline): (&str, &ComputePipeline),
+        items: impl ExactSizeIterator<Item = (u32, u32)>,
         workgroups_per_item: u32,
     ) -> u32 {
-        let group = &self.pool.slots.slot(step.slot).group;
+        if items.len() == 0 {
+            return 0;
+        }
+        let (arena, _) = self.pool.arenas.arena_of(target.layer);
+        pass.push_debug_group(label);
         pass.set_pipeline(pipeline);
+        pass.set_bind_group(1, &self.pool.groups.attention_arenas[arena as usize], &[]);
+        pass.set_bind_group(2, &target.tensors.attend, &[]);
         let mut dispatches = 0;
-        for (header, &items) in (0..).zip(counts) {
-            let header_offset = header * self.header_words * 4;
-            pass.set_bind_group(0, group, &[header_offset, layer * self.pool.memory.layer_stride]);
+        for (header, items) in items {
+            self.bind_step(pass, target, header);
             dispatches += self.dispatch(pass, u64::from(items) * u64::from(workgroups_per_item));
         }
+        pass.pop_debug_group();
         dispatches
     }
 
-    fn record_merge(&self, pass: &mut ComputePass<'_>, step: &PreparedStep) -> u32 {
-        let items = u64::from(step.params.num_merge_items);
-        if items == 0 {
+    /// Merges as many rows as the header says.
+    fn record_merge(
+        &self,
+        pass: &mut ComputePass<'_>,
+        target: &LayerPass<'_>,
+        header: u32,
+        num_items: u32,
+    ) -> u32 {
+        if num_items == 0 {
             return 0;
         }
         pass.push_debug_group("paged_kv.attention_merge");
         pass.set_pipeline(&self.pipelines.attention_merge);
-        // Group 0 is bound to the layer, and any header will do; group 2 has the output.
+        self.bind_step(pass, target, header);
         pass.set_bind_group(1, &self.pool.groups.merge, &[]);
-        let per_item =
-            u64::from(self.shape.num_query_heads) * u64::from(self.pool.cache.layout().v_head_dim / 4);
-        let dispatches = self.dispatch(pass, (items * per_item).div_ceil(64));
+        // Group 2 has the output.
+        let vectors = u64::from(self.pool.cache.layout().v_head_dim / 4);
+        let per_item = u64::from(self.shape.num_query_heads) * vectors;
+        let dispatches = self.dispatch(pass, (u64::from(num_items) * per_item).div_ceil(64));
         pass.pop_debug_group();
         dispatches
+    }
+
+    /// Binds a header of the step, and the layer.
+    fn bind_step(&self, pass: &mut ComputePass<'_>, target: &LayerPass<'_>, header: u32) {
+        let offsets = [header * self.header_words * 4, target.layer * self.pool.memory.layer_stride];
+        pass.set_bind_group(0, &target.slot.group, &offsets);
     }
 
     /// Dispatches `workgroups`, folded over x and y where one dimension does not hold them. The kernels write nothing
@@ -356,6 +381,13 @@ impl PagedAttention {
         pass.dispatch_workgroups(x as u32, y as u32, 1);
         1
     }
+}
+
+/// What the attention of a layer is recorded with.
+struct LayerPass<'a> {
+    slot: &'a Slot,
+    layer: u32,
+    tensors: &'a BoundTensors,
 }
 
 /// Keeps the step's metadata until the submission that the pass becomes part of has completed, or will never be.

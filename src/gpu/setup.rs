@@ -80,13 +80,16 @@ pub(super) fn split_config(
     let target_workgroups = options.target_workgroups.unwrap_or(capabilities.scale.target_workgroups).max(1);
     let span_quantum = TILE.max(cache.block_size());
     let longest = u32::MAX / span_quantum * span_quantum;
-    let fixed_span_tokens =
-        options.fixed_span_tokens.map(|tokens| tokens.clamp(1, longest).next_multiple_of(span_quantum));
+    let span_tokens = options.batch_invariant.or(options.fixed_span_tokens);
+    let fixed_span_tokens = span_tokens.map(|tokens| tokens.clamp(1, longest).next_multiple_of(span_quantum));
+    let batch_invariant = options.batch_invariant.is_some();
+    let spans_of_row = u64::from(cache.max_sequence_tokens().div_ceil(fixed_span_tokens.unwrap_or(u32::MAX)));
     // What a step can need: with fixed spans, every row's; else as many as fill the device, and one more per row or tile.
     let wanted_partials = match fixed_span_tokens {
-        Some(span) => {
-            u64::from(cache.max_sequences()) * u64::from(cache.max_sequence_tokens().div_ceil(span))
+        Some(_) if batch_invariant => {
+            u64::from(cache.num_blocks()) * u64::from(cache.block_size()) * spans_of_row
         }
+        Some(_) => u64::from(cache.max_sequences()) * spans_of_row,
         None => {
             let decode = 2 * u64::from(target_workgroups.div_ceil(workgroups_per_item));
             let prefill = 2 * u64::from(target_workgroups.div_ceil(shape.num_kv_heads));
@@ -95,6 +98,8 @@ pub(super) fn split_config(
         }
     };
     let default_bytes = match fixed_span_tokens {
+        // In groups, as many as there is room for; one row at least.
+        Some(_) if batch_invariant => DEFAULT_SCRATCH_BYTES.max(spans_of_row * partial_bytes(shape, cache)),
         Some(_) => u64::MAX,
         None => DEFAULT_SCRATCH_BYTES,
     };
@@ -113,6 +118,7 @@ pub(super) fn split_config(
         target_workgroups,
         max_partials: u32::try_from(max_partials).unwrap_or(u32::MAX),
         fixed_span_tokens,
+        batch_invariant,
         dispatch_work_budget: options.dispatch_work_budget.unwrap_or(dispatch_flop / flop_per_pair),
     }
 }

@@ -68,7 +68,20 @@ pub fn attention(
         partials.resize(needed, 0.0);
     }
     let mut partial_rows = RowsMut::new(partials, partial_len);
-    attention_decode(inputs, &split.decode_items, output, &mut partial_rows);
-    attention_prefill(inputs, &split.prefill_items, output, &mut partial_rows);
-    attention_merge(inputs.cache, &split.merge_items, partial_rows.as_rows(), output);
+    if split.groups.is_empty() {
+        attention_decode(inputs, &split.decode_items, output, &mut partial_rows);
+        attention_prefill(inputs, &split.prefill_items, output, &mut partial_rows);
+        attention_merge(inputs.cache, &split.merge_items, partial_rows.as_rows(), output);
+    }
+    let indices = |range: &std::ops::Range<u32>| range.start as usize..range.end as usize;
+    for group in &split.groups {
+        attention_prefill(
+            inputs,
+            &split.prefill_items[indices(&group.prefill_items)],
+            output,
+            &mut partial_rows,
+        );
+        let merge_items = &split.merge_items[indices(&group.merge_items)];
+        attention_merge(inputs.cache, merge_items, partial_rows.as_rows(), output);
+    }
 }

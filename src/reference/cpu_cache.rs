@@ -95,6 +95,7 @@ impl CpuCache {
             target_workgroups: num_threads,
             max_partials: num_threads.saturating_mul(2),
             fixed_span_tokens: None,
+            batch_invariant: false,
             dispatch_work_budget: u64::MAX,
         }
     }

@@ -33,4 +33,4 @@ pub use sequence::State as SequenceState;
 pub use status::SequenceStatus;
 pub use step_builder::StepBuilder;
 pub use step_plan::{LogitRow, StepPlan, TableChange, TransferReport};
-pub use work_split::{DIRECT, DecodeItem, MergeItem, PrefillItem, SplitConfig, WorkSplit};
+pub use work_split::{DIRECT, DecodeItem, MergeItem, PrefillItem, RowGroup, SplitConfig, WorkSplit};

@@ -3,13 +3,18 @@
 //! Pure arithmetic on a [`StepPlan`]: no device, no policy of admission. A sequence with one row becomes decode items
 //! (spans of keys); one with more becomes prefill items (tiles of query rows, and spans of keys where the tiles alone do
 //! not fill the device: a few drafts to verify, or the end of a prompt, over a long context). Spans of one row are merged
-//! exactly, so every cut gives the same result up to rounding; with [`SplitConfig::fixed_span_tokens`] the cuts of a row
-//! depend only on its own context, and its bits do not depend on its neighbours in the batch.
+//! exactly, so every cut gives the same result up to rounding. With [`SplitConfig::fixed_span_tokens`] the cuts of a row
+//! that is a sequence's only one in the step depend on its own context alone; with [`SplitConfig::batch_invariant`] those of
+//! every row, and its bits on nothing but its query and its keys (`row_groups.rs`).
 //!
 //! Numbers of zero in a [`SplitConfig`] count as one.
 
 use crate::schedule::step_plan::{StepPlan, rows_work};
 use std::ops::Range;
+
+mod row_groups;
+
+pub use row_groups::RowGroup;
 
 /// Destination of a decode item that has its row to itself: the final output instead of a partial result.
 pub const DIRECT: u32 = u32::MAX;
@@ -36,6 +41,9 @@ pub struct SplitConfig {
     /// no prefill row. Such spans are never lengthened: when [`WorkSplit::num_partials`] exceeds the scratch buffer, the
     /// step must be refused.
     pub fixed_span_tokens: Option<u32>,
+    /// Treat every row alike, whatever step it is in: see [`RowGroup`]. Needs `fixed_span_tokens`, and scratch for the spans
+    /// of one row.
+    pub batch_invariant: bool,
     /// (row, key) pairs that one dispatch of attention may have, all kv heads counted once. A single item may exceed it.
     pub dispatch_work_budget: u64,
 }
@@ -73,8 +81,9 @@ pub struct PrefillItem {
     pub partial: u32,
     /// From one row's partial result to the next one's: spans of the sequence.
     pub num_spans: u32,
-    /// Always 0: keeps the item at 32 bytes.
-    pub padding: u32,
+    /// 1 if all tiles of keys are walked with the guards of the last one, so that a row's arithmetic does not depend on
+    /// which tiles the other rows of the item see entirely; else 0.
+    pub is_masked: u32,
 }
 
 impl PrefillItem {
@@ -83,9 +92,9 @@ impl PrefillItem {
 
     /// The item as shaders read it.
     pub fn words(&self) -> [u32; Self::WORDS as usize] {
-        let Self { sequence, first_query, end_query, first_token, end_token, partial, num_spans, padding } =
+        let Self { sequence, first_query, end_query, first_token, end_token, partial, num_spans, is_masked } =
             *self;
-        [sequence, first_query, end_query, first_token, end_token, partial, num_spans, padding]
+        [sequence, first_query, end_query, first_token, end_token, partial, num_spans, is_masked]
     }
 }
 
@@ -116,7 +125,9 @@ pub struct WorkSplit {
     pub decode_dispatches: Vec<Range<u32>>,
     /// Ranges of `prefill_items`, one dispatch each.
     pub prefill_dispatches: Vec<Range<u32>>,
-    /// Partial results used.
+    /// Groups of rows whose attention and merge come one after the other; none unless the split is batch-invariant.
+    pub groups: Vec<RowGroup>,
+    /// Partial results used, at most, at a time.
     pub num_partials: u32,
 }
 
@@ -128,7 +139,11 @@ impl WorkSplit {
         self.merge_items.clear();
         self.decode_dispatches.clear();
         self.prefill_dispatches.clear();
+        self.groups.clear();
         self.num_partials = 0;
+        if config.batch_invariant {
+            return self.split_invariant(plan, config);
+        }
         let span_tokens = match config.fixed_span_tokens {
             Some(tokens) => whole_quanta(u64::from(tokens), config),
             None => balanced_span(plan, config),
@@ -195,7 +210,7 @@ impl WorkSplit {
                         false => DIRECT,
                     },
                     num_spans: spans,
-                    padding: 0,
+                    is_masked: 0,
                 });
             }
             first_query = end_query;

@@ -166,6 +166,23 @@ fn a_sequence_alone_and_in_a_batch_has_the_same_bits_with_fixed_spans() {
 }
 
 #[test]
+fn batch_invariant_rows_in_groups_agree_with_dense_attention() {
+    for max_partials in [40, 200] {
+        let mut rig = Rig::new((6, 2, 16), KvType::F16, 4, 256);
+        let tables = filled(&mut rig, &[0, 3, 20, 130, 250]);
+        let plan = rig.plan(&tables.iter().copied().zip([9, 2, 1, 5, 30]).collect::<Vec<_>>());
+        let tensors = rig.tensors(&plan);
+        rig.write(&plan, &tensors);
+        let config = SplitConfig { batch_invariant: true, max_partials, ..spans(&rig, 8) };
+        let mut split = WorkSplit::default();
+        split.split(&plan, &config);
+        assert!(split.groups.len() > 1, "{} groups", split.groups.len());
+        let output = rig.attend(&plan, &tensors, &config);
+        rig.assert_dense(&plan, &tensors, &output, TOLERANCE);
+    }
+}
+
+#[test]
 fn rows_of_padding_stay_as_they_are() {
     let mut rig = Rig::new((2, 1, 8), KvType::F32, 4, 4);
     let table = rig.open();

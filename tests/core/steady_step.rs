@@ -125,6 +125,7 @@ fn splitting_a_steady_step_allocates_nothing() {
         target_workgroups: 1024,
         max_partials: 1024,
         fixed_span_tokens: None,
+        batch_invariant: false,
         dispatch_work_budget: 1 << 24,
     };
     let mut scheduler = steady(SchedulerConfig::default(), 0);

@@ -1,6 +1,7 @@
 //! Tests of the device part.
 
 mod after_loss;
+mod batch_invariance;
 #[path = "../core/bug_cases.rs"]
 mod bug_cases;
 #[path = "../core/counting_allocator.rs"]

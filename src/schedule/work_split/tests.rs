@@ -21,6 +21,7 @@ fn config() -> SplitConfig {
         target_workgroups: 256,
         max_partials: 1024,
         fixed_span_tokens: None,
+        batch_invariant: false,
         dispatch_work_budget: u64::MAX,
     }
 }
@@ -316,6 +317,7 @@ fn nothing_overflows_or_hangs_at_the_edges() {
         target_workgroups: 0,
         max_partials: 0,
         fixed_span_tokens: None,
+        batch_invariant: false,
         dispatch_work_budget: 0,
     };
     split(&[(1, 1), (3, 9), (1, 70)], &zeros);
@@ -345,8 +347,83 @@ proptest! {
             target_workgroups,
             max_partials,
             fixed_span_tokens,
+            batch_invariant: false,
             dispatch_work_budget,
         };
         split(&sequences, &config);
+    }
+}
+
+/// Every row is computed and merged once, in spans that follow from what it sees, and a group's partial results fit.
+fn check_invariant(sequences: &[(u32, u32)], config: &SplitConfig, span_tokens: u32) {
+    let plan = plan(sequences);
+    let mut split = WorkSplit::default();
+    split.split(&plan, config);
+    assert!(split.decode_items.is_empty());
+    let heads = config.heads_per_kv_head;
+    let rows = plan.query_starts.last().copied().unwrap_or(0);
+    let (mut items, mut dispatches, mut merges) = (0, 0, 0);
+    let mut merged = vec![0; rows as usize];
+    for group in &split.groups {
+        assert_eq!((group.prefill_items.start, group.merge_items.start), (items, merges));
+        assert_eq!(group.prefill_dispatches.start, dispatches);
+        (items, merges) = (group.prefill_items.end, group.merge_items.end);
+        dispatches = group.prefill_dispatches.end;
+        let ranges = &split.prefill_dispatches[group.prefill_dispatches.start as usize..dispatches as usize];
+        assert_eq!(ranges.first().map(|range| range.start), Some(group.prefill_items.start));
+        assert_eq!(ranges.last().map(|range| range.end), Some(items));
+
+        // (row, span) by partial result, from the items.
+        let mut written = std::collections::HashMap::new();
+        for item in &split.prefill_items[group.prefill_items.start as usize..items as usize] {
+            assert_eq!((item.is_masked, item.first_token % span_tokens), (1, 0));
+            let first = item.first_query / heads;
+            for row in first..=(item.end_query - 1) / heads {
+                let partial = item.partial + (row - first) * item.num_spans;
+                let row = plan.query_starts[item.sequence as usize] + row;
+                let place = (row, item.first_token / span_tokens);
+                assert!(
+                    *written.entry(partial).or_insert(place) == place,
+                    "two rows write one partial result"
+                );
+                assert!(partial < config.max_partials, "beyond the scratch buffer");
+            }
+        }
+        for merge in &split.merge_items[group.merge_items.start as usize..merges as usize] {
+            merged[merge.row as usize] += 1;
+            for span in 0..merge.num_partials {
+                assert_eq!(written.get(&(merge.first_partial + span)), Some(&(merge.row, span)));
+            }
+            let sequence = plan.query_starts.partition_point(|&start| start <= merge.row) - 1;
+            let behind = plan.query_starts[sequence + 1] - 1 - merge.row;
+            let visible = plan.context_lens[sequence] - behind;
+            assert_eq!(merge.num_partials, visible.div_ceil(span_tokens), "the spans of what the row sees");
+        }
+    }
+    assert_eq!((items as usize, merges as usize), (split.prefill_items.len(), split.merge_items.len()));
+    assert_eq!(dispatches as usize, split.prefill_dispatches.len());
+    assert!(merged.iter().all(|&count| count == 1), "a row is merged once");
+}
+
+proptest! {
+    #[test]
+    fn batch_invariant_rows_are_computed_in_groups_that_fit(
+        sequences in prop::collection::vec((1..40u32, 0..500u32), 0..6),
+        heads_per_kv_head in 1..5u32,
+        prefill_queries in 1..9u32,
+        max_partials in 9..60u32,
+        dispatch_work_budget in 1..20_000u64,
+    ) {
+        let sequences: Vec<_> = sequences.into_iter().map(|(rows, past)| (rows, rows + past)).collect();
+        let config = SplitConfig {
+            heads_per_kv_head,
+            prefill_queries,
+            max_partials,
+            dispatch_work_budget,
+            fixed_span_tokens: Some(64),
+            batch_invariant: true,
+            ..config()
+        };
+        check_invariant(&sequences, &config, 64);
     }
 }
