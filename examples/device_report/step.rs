@@ -120,6 +120,7 @@ impl<'a> Rig<'a> {
             let mut step = self.attention.prepare(&plan)?;
             let mut encoder = self.gpu.encoder();
             self.attention.record_transfers(&mut encoder, &mut step);
+            step.skip_layers();
             self.gpu.queue.submit([encoder.finish()]);
             self.gpu.wait()?;
             self.kv.commit_step(plan)?;

@@ -163,6 +163,7 @@ impl<'a> BenchCache<'a> {
             let mut step = self.attention.prepare(&plan)?;
             let mut encoder = self.gpu.encoder();
             self.attention.record_transfers(&mut encoder, &mut step);
+            step.skip_layers();
             let gpu = self.gpu;
             gpu.time(encoder, |pass| {
                 if placement != Placement::Contiguous {
@@ -316,6 +317,28 @@ fn shuffle(kv: &mut KvCache) -> Result<(), Failure> {
         }
         all.into_iter().try_for_each(|deck| kv.release(deck))?;
     }
+    // No device has run these steps.
+    kv.forget_device();
+    Ok(())
+}
+
+/// Commits a plan whose keys and values do not matter: the device has its block tables.
+///
+/// # Errors
+/// What the library says, or the device.
+pub fn commit_unwritten(
+    gpu: &Gpu,
+    attention: &mut PagedAttention,
+    kv: &mut KvCache,
+    plan: StepPlan,
+) -> Result<(), Failure> {
+    let mut step = attention.prepare(&plan)?;
+    let mut encoder = gpu.encoder();
+    attention.record_transfers(&mut encoder, &mut step);
+    step.skip_layers();
+    gpu.queue.submit([encoder.finish()]);
+    gpu.wait()?;
+    kv.commit_step(plan)?;
     Ok(())
 }
 

@@ -77,6 +77,17 @@ impl PreparedStep {
         self.params.positions
     }
 
+    /// Says that no layer need be recorded, after [`record_transfers`](PagedAttention::record_transfers): the step's keys and
+    /// values are in [`arena_buffers`](PagedAttention::arena_buffers) by other means, or do not matter. For tools that fill a
+    /// cache themselves; without it, a step that is committed before all of its layers are recorded has not run
+    /// ([`PrepareError::StepNotExecuted`](crate::PrepareError::StepNotExecuted)).
+    pub fn skip_layers(&mut self) {
+        match self.progress.transfers {
+            true => self.lease.complete(),
+            false => self.mistake(RecordError::TransfersMissing),
+        }
+    }
+
     fn mistake(&mut self, error: RecordError) {
         self.progress.mistake.get_or_insert(error);
     }
@@ -193,6 +204,22 @@ impl PagedAttention {
         tensors: &BoundTensors,
     ) -> Result<(), RecordError> {
         self.record_layer_part(pass, step, layer, tensors, LayerPart::Whole)
+    }
+
+    /// Records one layer without its attention, in the place of [`record_layer`](Self::record_layer): writes the step's keys
+    /// and values into their blocks, and leaves the output as it is. For rows of which only keys and values are wanted (those
+    /// of a prompt before its last one in the last layer, say, or ones that were computed elsewhere). Queries are not read.
+    ///
+    /// # Errors
+    /// As `record_layer`.
+    pub fn record_append(
+        &mut self,
+        pass: &mut ComputePass<'_>,
+        step: &mut PreparedStep,
+        layer: u32,
+        tensors: &BoundTensors,
+    ) -> Result<(), RecordError> {
+        self.record_layer_part(pass, step, layer, tensors, LayerPart::Append)
     }
 
     /// Records one part of a layer in the place of the whole, so that a bench can time it: as

@@ -3,9 +3,9 @@
 use std::io::Write as _;
 
 use half::f16;
-use paged_kv::shaders::LayerPart;
 use paged_kv::{
-    ActivationType, AttentionOptions, BoundTensors, LayerTensors, PagedAttention, StepPlan, TensorSlice,
+    ActivationType, AttentionOptions, BoundTensors, LayerTensors, PagedAttention, PreparedStep, RecordError,
+    StepPlan, TableId, TensorSlice,
 };
 use wgpu::BufferUsages;
 
@@ -108,7 +108,7 @@ impl<'a> DeviceRig<'a> {
     /// `[rows, num_query_heads, v_head_dim]`, NaN where nothing was written. The twin stays as it is.
     pub(crate) fn run(&mut self, plan: &StepPlan, layers: &[Tensors]) -> Vec<Vec<f32>> {
         let tensors: Vec<_> = layers.iter().map(|tensors| self.bind(plan, tensors)).collect();
-        self.submit_layers(plan, &tensors, LayerPart::Whole);
+        self.submit_layers(plan, &tensors, PagedAttention::record_layer);
         tensors.iter().map(|(_, output)| self.output(output)).collect()
     }
 
@@ -125,22 +125,41 @@ impl<'a> DeviceRig<'a> {
         .collect()
     }
 
+    /// Commits `rows` tokens whose keys and values do not matter.
+    pub(crate) fn hold_blocks(&mut self, table: TableId, rows: u32) {
+        let plan = self.host.plan(&[(table, rows)]);
+        let mut step = self.attention.prepare(&plan).expect("a plan of this cache");
+        let mut encoder = self.gpu.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+        self.attention.record_transfers(&mut encoder, &mut step);
+        step.skip_layers();
+        self.gpu.queue.submit([encoder.finish()]);
+        drop(step);
+        self.gpu.device.poll(wgpu::PollType::wait_indefinitely()).expect("a step that ends");
+        self.host.commit(plan);
+    }
+
     /// Writes the keys and values of a step of one layer, without its attention, and waits for it.
     pub(crate) fn append(&mut self, plan: &StepPlan, tensors: &Tensors) {
         let bound = self.bind(plan, tensors);
-        self.submit_layers(plan, &[bound], LayerPart::Append);
+        let output = bound.1.clone();
+        self.submit_layers(plan, &[bound], PagedAttention::record_append);
         self.gpu.device.poll(wgpu::PollType::wait_indefinitely()).expect("a step that ends");
+        assert!(self.output(&output).iter().all(|x| x.is_nan()), "something was written to the output");
     }
 
-    fn submit_layers(&mut self, plan: &StepPlan, layers: &[(BoundTensors, wgpu::Buffer)], part: LayerPart) {
+    fn submit_layers(
+        &mut self,
+        plan: &StepPlan,
+        layers: &[(BoundTensors, wgpu::Buffer)],
+        record: RecordLayer,
+    ) {
         let mut step = self.attention.prepare(plan).expect("a plan of this cache");
         let mut encoder = self.gpu.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
         self.attention.record_transfers(&mut encoder, &mut step);
         let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
         self.attention.record_block_copies(&mut pass, &mut step);
         for (layer, (bound, _)) in (0..).zip(layers) {
-            let recorded = self.attention.record_layer_part(&mut pass, &mut step, layer, bound, part);
-            recorded.expect("the right order");
+            record(&mut self.attention, &mut pass, &mut step, layer, bound).expect("the right order");
         }
         drop(pass);
         self.gpu.queue.submit([encoder.finish()]);
@@ -203,6 +222,15 @@ impl<'a> DeviceRig<'a> {
         }
     }
 }
+
+/// How a layer is recorded.
+type RecordLayer = fn(
+    &mut PagedAttention,
+    &mut wgpu::ComputePass<'_>,
+    &mut PreparedStep,
+    u32,
+    &BoundTensors,
+) -> Result<(), RecordError>;
 
 /// Numbers as f16, each of which f16 must have.
 fn halves(elements: &[f32]) -> Vec<f16> {

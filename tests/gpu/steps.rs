@@ -237,14 +237,18 @@ fn b21_the_first_and_the_last_block_of_the_largest_pool_are_apart() {
             Err(_) => config(arena_bytes / 2),
         };
         let num_blocks = config.num_blocks();
-        let mut host = Rig::of(shape, config);
+        let mut rig = DeviceRig::new(&gpu, Rig::of(shape, config), AttentionOptions::default());
         // Hold the first block and everything between it and the last; then give back the first.
-        let (first, between) = (host.open(), host.open());
-        let plan = host.plan(&[(first, 1), (between, (num_blocks - 2) * 16)]);
-        host.commit(plan);
-        host.kv.release(first).expect("a table");
+        let (first, between) = (rig.host.open(), rig.host.open());
+        rig.hold_blocks(first, 1);
+        let mut missing = (num_blocks - 2) * 16;
+        while missing > 0 {
+            let rows = missing.min(4096);
+            rig.hold_blocks(between, rows);
+            missing -= rows;
+        }
+        rig.host.kv.release(first).expect("a table");
 
-        let mut rig = DeviceRig::new(&gpu, host, AttentionOptions::default());
         let table = rig.host.open();
         let plan = rig.host.plan(&[(table, 20)]);
         let blocks: Vec<u32> = plan.changed_entries().to_vec();

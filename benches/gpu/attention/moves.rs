@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use measure::Failure;
-use measure::cache::BenchCache;
+use measure::cache::{BenchCache, commit_unwritten};
 use measure::cases::Spec;
 use measure::gpu::Gpu;
 use measure::pairs::{PAIRS, median, repeated};
@@ -40,7 +40,7 @@ pub(crate) fn block_copy(gpu: &Gpu, rates: &StreamRates, spec: &Spec) -> Result<
         let mut builder = StepBuilder::new(&mut kv);
         builder.push(parent, &[0; 8])?;
         let plan = builder.finish();
-        kv.commit_step(plan)?;
+        commit_unwritten(gpu, &mut attention, &mut kv, plan)?;
         branches.push(kv.fork(parent, 8, 2 * case.block_size)?);
     }
     let mut dispatches = 0;
@@ -76,7 +76,7 @@ pub(crate) fn swap(gpu: &Gpu, rates: &StreamRates, spec: &Spec) -> Result<Vec<Ro
     let mut builder = StepBuilder::new(&mut kv);
     builder.push(table, &vec![0; (num_blocks * case.block_size) as usize])?;
     let plan = builder.finish();
-    kv.commit_step(plan)?;
+    commit_unwritten(gpu, &mut attention, &mut kv, plan)?;
     let (mut outs, mut ins) = (Vec::new(), Vec::new());
     // The first rounds take staging buffers and the host pool's memory.
     for round in 0..PAIRS + 2 {

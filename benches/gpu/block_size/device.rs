@@ -1,7 +1,7 @@
 //! What a block size costs the device: reads through the table, attention, copies.
 
 use measure::Failure;
-use measure::cache::{BenchCache, Case, Sequence};
+use measure::cache::{BenchCache, Case, Sequence, commit_unwritten};
 use measure::gpu::Gpu;
 use measure::kernels::CacheKernel;
 use measure::pairs::{interleaved, repeated};
@@ -76,7 +76,7 @@ pub(crate) fn copies(gpu: &Gpu, block_size: u32) -> Result<(u64, f64), Failure> 
         let mut builder = StepBuilder::new(&mut kv);
         builder.push(parent, &vec![0; block_size as usize / 2])?;
         let plan = builder.finish();
-        kv.commit_step(plan)?;
+        commit_unwritten(gpu, &mut attention, &mut kv, plan)?;
         branches.push(kv.fork(parent, block_size / 2, max_tokens)?);
     }
     let seconds = repeated(|| {
