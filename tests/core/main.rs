@@ -12,6 +12,7 @@ mod drafts;
 mod faults;
 mod gate;
 mod histories;
+mod hostile;
 mod line;
 mod manifests;
 mod model;

@@ -8,7 +8,7 @@ fn root() -> &'static Path {
 }
 
 /// All Rust files under `folder`, with their text.
-fn sources(folder: &str) -> Vec<(PathBuf, String)> {
+pub(crate) fn sources(folder: &str) -> Vec<(PathBuf, String)> {
     let mut found = Vec::new();
     let mut folders = vec![root().join(folder)];
     while let Some(folder) = folders.pop() {

@@ -1,0 +1,252 @@
+//! Calls of plain values: sizes, layouts, ids.
+
+use crate::hostile::{Call, World};
+use paged_kv::{
+    ArenaLayout, BlockLayout, CacheConfig, ConfigError, KvFormat, KvPart, KvType, ModelShape, RequestId,
+    SequenceId, StepId,
+};
+
+pub(super) struct Values {
+    config: CacheConfig,
+    layout: BlockLayout,
+    arenas: ArenaLayout,
+}
+
+impl Values {
+    pub(super) fn new(shape: ModelShape, config: CacheConfig) -> Self {
+        assert_eq!(config.layout().num_layers, shape.num_layers);
+        Self { config, layout: *config.layout(), arenas: config.arenas(u64::MAX).unwrap() }
+    }
+}
+
+impl World {
+    fn take_config(&mut self, name: &str, made: Result<CacheConfig, ConfigError>) {
+        if let Some(config) = self.judge(name, made) {
+            self.values.config = config;
+        }
+    }
+
+    fn shape(&mut self) -> (ModelShape, KvFormat) {
+        if self.random.chance(60) {
+            let num_kv_heads = 1 << self.random.below(0..16);
+            let num_query_heads = num_kv_heads * 2;
+            let shape = ModelShape {
+                num_layers: 1 << self.random.below(0..31),
+                num_query_heads,
+                num_kv_heads,
+                head_dim: 256,
+            };
+            return (shape, KvType::F32.into());
+        }
+        let head_dim = if self.random.chance(50) { 8 * self.random.below(1..33) } else { self.number() };
+        let num_kv_heads = self.number();
+        let num_query_heads =
+            if self.random.chance(70) { num_kv_heads.wrapping_mul(2) } else { self.number() };
+        let shape = ModelShape { num_layers: self.number(), num_query_heads, num_kv_heads, head_dim };
+        let types = [KvType::F32, KvType::F16];
+        let format = KvFormat::new(self.random.pick(&types), self.random.pick(&types));
+        (shape, if self.random.chance(30) { format.with_v_head_dim(self.number()) } else { format })
+    }
+
+    fn long(&mut self) -> u64 {
+        self.random.next() >> self.random.below(0..64)
+    }
+}
+
+fn for_bytes(world: &mut World) {
+    let ((shape, format), bytes) = (world.shape(), world.long());
+    world.take_config("CacheConfig::for_bytes", CacheConfig::for_bytes(bytes, &shape, format));
+}
+
+fn for_context(world: &mut World) {
+    let ((shape, format), tokens, chats) = (world.shape(), world.number(), world.number());
+    world.take_config("CacheConfig::for_context", CacheConfig::for_context(tokens, chats, &shape, format));
+}
+
+fn for_blocks(world: &mut World) {
+    let (shape, format) = world.shape();
+    let blocks = if world.random.chance(70) { world.small() } else { world.number() };
+    world.take_config("CacheConfig::for_blocks", CacheConfig::for_blocks(blocks, &shape, format));
+}
+
+fn with_block_size(world: &mut World) {
+    let size = world.number();
+    let changed = world.values.config.with_block_size(size);
+    world.take_config("CacheConfig::with_block_size", changed);
+}
+
+fn with_max_sequences(world: &mut World) {
+    let number = world.number();
+    let changed = world.values.config.with_max_sequences(number);
+    world.take_config("CacheConfig::with_max_sequences", changed);
+}
+
+fn with_max_sequence_tokens(world: &mut World) {
+    let number = world.number();
+    let changed = world.values.config.with_max_sequence_tokens(number);
+    world.take_config("CacheConfig::with_max_sequence_tokens", changed);
+}
+
+fn with_host_blocks(world: &mut World) {
+    let number = world.number();
+    let changed = world.values.config.with_host_blocks(number);
+    world.take_config("CacheConfig::with_host_blocks", changed);
+}
+
+/// What is asked of a configuration that was taken is within it.
+fn ask_config(world: &mut World) {
+    let config = &world.values.config;
+    assert!(config.num_blocks() > 0 && config.block_size().is_power_of_two() && config.max_sequences() > 0);
+    assert!(config.bytes_total() >= config.table_bytes());
+    assert!(config.bytes_per_block() >= config.bytes_per_token());
+    let slots = u64::from(config.num_blocks()) * u64::from(config.block_size());
+    assert!(slots < u64::from(u32::MAX));
+    assert_eq!(config.table_entries(), config.layout().blocks_for(config.max_sequence_tokens()));
+    assert_eq!(config.worst_waste_tokens(), config.block_size() - 1);
+    assert!(config.expected_waste_tokens() <= config.block_size() / 2 && config.fingerprint() > 0);
+    assert!(config.host_blocks() > 0 || config.host_bytes() == 0);
+}
+
+fn host_bytes(world: &mut World) {
+    let config = &world.values.config;
+    let bytes = u128::from(config.host_blocks()) * u128::from(config.bytes_per_block());
+    assert_eq!(u128::from(config.host_bytes()), bytes, "bytes of the host pool");
+}
+
+fn arenas(world: &mut World) {
+    let most = world.long();
+    let cut = world.values.config.arenas(most);
+    if let Some(arenas) = world.judge("CacheConfig::arenas", cut) {
+        assert!((0..arenas.num_arenas().min(4)).all(|arena| arenas.arena_bytes(arena) <= most));
+        world.values.arenas = arenas;
+    }
+}
+
+fn block_layout(world: &mut World) -> BlockLayout {
+    if world.random.chance(50) {
+        return world.values.layout;
+    }
+    let types = [KvType::F32, KvType::F16];
+    BlockLayout {
+        num_layers: world.number(),
+        num_kv_heads: world.number(),
+        k_head_dim: world.number(),
+        v_head_dim: world.number(),
+        k_type: world.random.pick(&types),
+        v_type: world.random.pick(&types),
+        block_size: world.number(),
+    }
+}
+
+fn blocks_for(world: &mut World) {
+    let (layout, tokens) = (block_layout(world), world.number());
+    layout.blocks_for(tokens);
+}
+
+fn words(world: &mut World, count: fn(&BlockLayout) -> u64) {
+    let layout = block_layout(world);
+    count(&layout);
+}
+
+fn arena_layout(world: &mut World) -> ArenaLayout {
+    match world.random.chance(50) {
+        true => world.values.arenas,
+        false => ArenaLayout {
+            block: block_layout(world),
+            num_blocks: world.number(),
+            layers_per_arena: world.number(),
+        },
+    }
+}
+
+fn arena(world: &mut World, ask: fn(&ArenaLayout, u32) -> u64) {
+    let (layout, number) = (arena_layout(world), world.number());
+    ask(&layout, number);
+}
+
+fn row_word(world: &mut World) {
+    let layout = arena_layout(world);
+    let [layer, block, kv_head, slot] = [(); 4].map(|()| world.number());
+    let part = world.random.pick(&[KvPart::K, KvPart::V]);
+    let word = layout.row_word(layer, part, block, kv_head, slot);
+    let (arena, _) = layout.arena_of(layer);
+    assert!(word * 4 < layout.arena_bytes(arena), "an address beyond its arena");
+}
+
+fn shape(world: &mut World) {
+    let (shape, _) = world.shape();
+    shape.heads_per_kv_head();
+}
+
+fn kv_type(world: &mut World) {
+    let kv_type = world.random.pick(&[KvType::F32, KvType::F16]);
+    assert_eq!(kv_type.bits() * kv_type.elements_per_vec4(), 128);
+}
+
+fn ids(world: &mut World) {
+    let (raw, sample) = (world.random.next(), world.number());
+    let sequence: SequenceId = RequestId::from_raw(raw).sample(sample);
+    assert_eq!((sequence.request().raw(), sequence.sample()), (raw, sample));
+    let cache = &world.twins.cache;
+    let blocks = cache.block_ids(world.twins.table).unwrap();
+    assert!(blocks.iter().all(|block| block.index() < cache.config().num_blocks()));
+    assert_eq!(StepId::default().raw(), 0);
+}
+
+fn table_row(world: &mut World) {
+    let config = *world.twins.cache.config();
+    let row = world.twins.table.row();
+    assert!(row < config.max_sequences());
+}
+
+pub(super) const CALLS: &[(&str, Call)] = &[
+    ("CacheConfig::for_bytes", for_bytes),
+    ("CacheConfig::for_context", for_context),
+    ("CacheConfig::for_blocks", for_blocks),
+    ("CacheConfig::with_block_size", with_block_size),
+    ("CacheConfig::with_max_sequences", with_max_sequences),
+    ("CacheConfig::with_max_sequence_tokens", with_max_sequence_tokens),
+    ("CacheConfig::with_host_blocks", with_host_blocks),
+    ("CacheConfig::layout", ask_config),
+    ("CacheConfig::num_blocks", ask_config),
+    ("CacheConfig::block_size", ask_config),
+    ("CacheConfig::max_sequences", ask_config),
+    ("CacheConfig::max_sequence_tokens", ask_config),
+    ("CacheConfig::table_entries", ask_config),
+    ("CacheConfig::bytes_per_token", ask_config),
+    ("CacheConfig::bytes_per_block", ask_config),
+    ("CacheConfig::host_blocks", ask_config),
+    ("CacheConfig::host_bytes", host_bytes),
+    ("CacheConfig::table_bytes", ask_config),
+    ("CacheConfig::bytes_total", ask_config),
+    ("CacheConfig::expected_waste_tokens", ask_config),
+    ("CacheConfig::worst_waste_tokens", ask_config),
+    ("CacheConfig::fingerprint", ask_config),
+    ("CacheConfig::arenas", arenas),
+    ("BlockLayout::blocks_for", blocks_for),
+    ("BlockLayout::k_row_words", |world| words(world, |layout| layout.k_row_words().into())),
+    ("BlockLayout::v_row_words", |world| words(world, |layout| layout.v_row_words().into())),
+    ("BlockLayout::k_head_words", |world| words(world, |layout| layout.k_head_words().into())),
+    ("BlockLayout::v_head_words", |world| words(world, |layout| layout.v_head_words().into())),
+    ("BlockLayout::layer_block_words", |world| words(world, BlockLayout::layer_block_words)),
+    ("BlockLayout::block_bytes", |world| words(world, BlockLayout::block_bytes)),
+    ("ArenaLayout::num_arenas", |world| arena(world, |layout, _| layout.num_arenas().into())),
+    ("ArenaLayout::arena_of", |world| arena(world, |layout, layer| layout.arena_of(layer).0.into())),
+    ("ArenaLayout::layers_in", |world| arena(world, |layout, arena| layout.layers_in(arena).into())),
+    ("ArenaLayout::block_stride_words", |world| arena(world, ArenaLayout::block_stride_words)),
+    ("ArenaLayout::arena_bytes", |world| arena(world, ArenaLayout::arena_bytes)),
+    ("ArenaLayout::row_word", row_word),
+    ("ModelShape::heads_per_kv_head", shape),
+    ("KvFormat::new", for_blocks),
+    ("KvFormat::with_v_head_dim", for_bytes),
+    ("KvType::bits", kv_type),
+    ("KvType::elements_per_vec4", kv_type),
+    ("BlockId::index", ids),
+    ("TableId::row", table_row),
+    ("RequestId::from_raw", ids),
+    ("RequestId::raw", ids),
+    ("RequestId::sample", ids),
+    ("SequenceId::request", ids),
+    ("SequenceId::sample", ids),
+    ("StepId::raw", ids),
+];
