@@ -15,6 +15,7 @@ mod histories;
 mod hostile;
 mod line;
 mod manifests;
+mod long_lines;
 mod model;
 mod plan_text;
 mod preemption;

@@ -99,6 +99,31 @@ fn a_sequence_whose_blocks_did_not_come_back_starts_again() {
 }
 
 #[test]
+fn blocks_that_are_told_to_be_lost_before_their_step_is_committed_are_computed_again() {
+    let mut served = Served::new(swapping(), pool(9, 16));
+    served.late = true;
+    let requests: Vec<_> =
+        (1..4).map(|seed| served.add(&prompt(seed, 8), |request| request.max_new_tokens(16))).collect();
+    let plan = loop {
+        let plan = served.plan();
+        if !plan.swap_outs().is_empty() {
+            break plan;
+        }
+        served.commit(plan);
+    };
+    let report = paged_kv::TransferReport { step: plan.step(), complete: false };
+    served.scheduler.complete_transfers(&[report]);
+    served.commit(plan);
+    served.device.complete(0);
+    served.late = false;
+    served.finish();
+    for (request, seed) in requests.into_iter().zip(1..) {
+        assert_eq!(served.answers(request, &prompt(seed, 8)), 16);
+    }
+    assert!(served.scheduler.stats().recomputed_tokens > 0);
+}
+
+#[test]
 fn reports_of_unknown_dropped_and_ended_steps_change_nothing() {
     let (mut served, requests, _) = two_that_outgrow(swapping(), 8);
     let report = served.device.complete(0).unwrap();
