@@ -79,6 +79,8 @@ pub(crate) fn on_each_adapter(mut test: impl FnMut(&TestAdapter)) {
 #[derive(Clone)]
 pub(crate) struct TestAdapter {
     adapter: wgpu::Adapter,
+    /// The adapter's own instance, where it has one to itself.
+    instance: Option<wgpu::Instance>,
     name: String,
     exclusive: Option<Arc<ThreadLock>>,
 }
@@ -96,9 +98,10 @@ impl TestAdapter {
             subgroup_max_size: Some(*subgroup_sizes.end()),
             ..Default::default()
         };
-        let found = wgpu::Instance::new(descriptor).enumerate_adapters(Backends::NOOP).block_on();
+        let instance = wgpu::Instance::new(descriptor);
+        let found = instance.enumerate_adapters(Backends::NOOP).block_on();
         let adapter = found.into_iter().next().expect("wgpu's noop backend has one adapter");
-        Self::new(adapter)
+        Self { instance: Some(instance), ..Self::new(adapter) }
     }
 
     /// The adapter itself.
@@ -148,13 +151,13 @@ impl TestAdapter {
             ..Default::default()
         };
         let (device, queue) = self.adapter.request_device(&descriptor).block_on()?;
-        Ok(TestDevice { device, queue, _exclusive: exclusive })
+        Ok(TestDevice { device, queue, instance: self.instance.clone(), _exclusive: exclusive })
     }
 
     fn new(adapter: wgpu::Adapter) -> Self {
         let info = adapter.get_info();
         let exclusive = (info.backend == Backend::Gl).then(Arc::default);
-        Self { adapter, name: short_name(info.backend, &info.name), exclusive }
+        Self { adapter, instance: None, name: short_name(info.backend, &info.name), exclusive }
     }
 }
 
@@ -173,8 +176,29 @@ pub(crate) struct TestDevice {
     pub(crate) device: wgpu::Device,
     /// Its queue.
     pub(crate) queue: wgpu::Queue,
+    instance: Option<wgpu::Instance>,
     // Last, so that it is released after the device.
     _exclusive: Option<ThreadLockGuard>,
+}
+
+impl TestDevice {
+    /// Buffers, bind groups, compute pipelines and command encoders that exist, by wgpu's own count: a backend's for this
+    /// device, or, for noop, which counts nothing, that of the instance, which the adapter has to itself.
+    pub(crate) fn existing(&self) -> [usize; 4] {
+        if let Some(report) = self.instance.as_ref().and_then(wgpu::Instance::generate_report) {
+            let hub = report.hub;
+            let encoders = hub.command_encoders.num_allocated + hub.command_buffers.num_allocated;
+            return [
+                hub.buffers.num_allocated,
+                hub.bind_groups.num_allocated,
+                hub.compute_pipelines.num_allocated,
+                encoders,
+            ];
+        }
+        let hal = self.device.get_internal_counters().hal;
+        let counters = [&hal.buffers, &hal.bind_groups, &hal.compute_pipelines, &hal.command_encoders];
+        counters.map(|counter| usize::try_from(counter.read()).expect("a count"))
+    }
 }
 
 /// A device of a noop adapter that has enabled everything the adapter offers.
@@ -363,6 +387,29 @@ mod tests {
         assert_eq!(gpu.device.limits(), limits);
         assert_eq!(gpu.device.features(), Features::SUBGROUP);
         assert_eq!((info.subgroup_min_size, info.subgroup_max_size), (16, 32));
+    }
+
+    #[test]
+    fn what_exists_is_counted_on_every_adapter() {
+        let check = |gpu: &TestDevice| {
+            let before = gpu.existing();
+            let descriptor = wgpu::BufferDescriptor {
+                label: None,
+                size: 16,
+                usage: wgpu::BufferUsages::STORAGE,
+                mapped_at_creation: false,
+            };
+            let buffers = [(); 3].map(|()| gpu.device.create_buffer(&descriptor));
+            assert_eq!(gpu.existing()[0], before[0] + 3);
+            drop(buffers);
+            gpu.device.poll(wgpu::PollType::wait_indefinitely()).expect("an idle device");
+            assert_eq!(gpu.existing(), before);
+        };
+        check(&noop_device(Limits::default(), Features::empty(), 8..=8));
+        on_each_adapter(|adapter| {
+            let gpu = adapter.request_device(Limits::downlevel_defaults(), Features::empty());
+            check(&gpu.expect("every adapter has the downlevel limits"));
+        });
     }
 
     #[test]

@@ -138,6 +138,12 @@ impl<'a> DeviceRig<'a> {
         self.host.commit(plan);
     }
 
+    /// Records and submits a step of one layer, and waits for nothing.
+    pub(crate) fn submit_step(&mut self, plan: &StepPlan, tensors: &Tensors) {
+        let bound = self.bind(plan, tensors);
+        self.submit_layers(plan, &[bound], LayerPart::Whole);
+    }
+
     /// Writes the keys and values of a step of one layer, without its attention, and waits for it.
     pub(crate) fn append(&mut self, plan: &StepPlan, tensors: &Tensors) {
         let bound = self.bind(plan, tensors);

@@ -398,12 +398,10 @@ fn check_growth(gpu: &TestDevice, rounds: u32) -> i64 {
 }
 
 /// What exists, by the library's counts and by wgpu's own.
-fn count(gpu: &TestDevice, setup: &Setup) -> (AttentionStats, [isize; 4]) {
-    let hal = gpu.device.get_internal_counters().hal;
-    let exist = [&hal.buffers, &hal.bind_groups, &hal.compute_pipelines, &hal.command_encoders];
+fn count(gpu: &TestDevice, setup: &Setup) -> (AttentionStats, [usize; 4]) {
     let mut stats = setup.attention.stats();
     // These count on.
     (stats.swapped_out_blocks, stats.swapped_in_blocks) = (0, 0);
     (stats.swapped_out_bytes, stats.swapped_in_bytes) = (0, 0);
-    (stats, exist.map(|counter| counter.read()))
+    (stats, gpu.existing())
 }

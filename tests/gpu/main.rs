@@ -13,6 +13,7 @@ mod embedding;
 mod hidden_window;
 mod kernel_bugs;
 mod kernels;
+mod leaving;
 mod long_contexts;
 mod never_ran;
 mod other_devices;

@@ -372,10 +372,7 @@ fn a_step_without_swaps_creates_nothing_and_repeated_swaps_reuse_their_staging()
 
 fn check_reuse(gpu: &TestDevice) {
     let mut rig = setup(gpu, AttentionOptions::default());
-    let created = |rig: &DeviceRig<'_>| {
-        // wgpu's own count of what exists; zero where a backend does not count.
-        (rig.attention.stats().buffers_created, gpu.device.get_internal_counters().hal.buffers.read())
-    };
+    let created = |rig: &DeviceRig<'_>| (rig.attention.stats().buffers_created, gpu.existing()[0]);
     let without_swaps = |rig: &mut DeviceRig<'_>| {
         let before = created(rig);
         let stats = rig.attention.stats();
