@@ -289,7 +289,7 @@ fn create_slot(
 
 /// Headers that the step needs: one, or as many as its longest list of dispatches (a group has one at least). They lie `header_words` apart, and the
 /// arrays follow the last one directly.
-fn num_headers(split: &WorkSplit) -> u32 {
+pub(super) fn num_headers(split: &WorkSplit) -> u32 {
     split.decode_dispatches.len().max(split.prefill_dispatches.len()).max(1) as u32
 }
 
@@ -311,7 +311,7 @@ pub(super) fn has_swaps(plan: &StepPlan) -> bool {
 }
 
 /// Appends the arrays to `words`, which has room for the headers, and writes those that are needed.
-fn pack(
+pub(super) fn pack(
     plan: &StepPlan,
     split: &WorkSplit,
     header_words: u32,

@@ -24,6 +24,8 @@
 
 mod capabilities;
 mod check;
+#[cfg(test)]
+mod gate;
 mod groups;
 mod host_pool;
 mod lease;
