@@ -452,7 +452,8 @@ impl History {
             // A plan that is dropped lets its sequences in once more when it is planned again.
             let is_admission = matches!(event, StepEvent::Admitted { .. });
             let is_end = matches!(event, StepEvent::Finished { reason: FinishReason::Aborted, .. });
-            if !self.scope.aborts && !is_end && !(self.scope.drops && is_admission) {
+            let is_silent = self.scope.aborts || is_end || self.scope.drops && is_admission;
+            if !is_silent {
                 entry = format!("{entry}\n{}", text::event(event, is_again));
             }
         }

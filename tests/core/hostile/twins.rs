@@ -241,7 +241,8 @@ fn split_at_row(world: &mut World) {
     let (mut data, stride) = (world.floats(), world.number() as usize);
     let rows = [(); 2].map(|()| if world.random.chance(20) { usize::MAX } else { world.number() as usize });
     let (before, after) = RowsMut::new(&mut data, stride).split_at_row(rows[0]);
-    drop((before.split_at_row(rows[1]), after.split_at_row(rows[1])));
+    before.split_at_row(rows[1]).1.reborrow();
+    after.split_at_row(rows[1]).0.reborrow();
 }
 
 fn split(world: &mut World) {
