@@ -5,17 +5,17 @@
 //! fuzzer changes, adds, removes or copies are operations, whatever else there is in its input.
 #![allow(clippy::unwrap_used)]
 
-#[path = "../../tests/core/block_states.rs"]
+#[path = "../../tests/core/support/block_states.rs"]
 #[allow(dead_code)]
 mod block_states;
-#[path = "../../tests/core/cache_model.rs"]
+#[path = "../../tests/core/support/cache_model.rs"]
 mod cache_model;
-#[path = "../../tests/core/histories.rs"]
+#[path = "../../tests/core/support/histories.rs"]
 mod histories;
-#[path = "../../tests/core/model.rs"]
+#[path = "../../tests/core/support/model.rs"]
 #[allow(dead_code)]
 mod model;
-#[path = "../../tests/core/simulated_device.rs"]
+#[path = "../../tests/core/support/simulated_device.rs"]
 #[allow(dead_code)]
 mod simulated_device;
 mod simulation;

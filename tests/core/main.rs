@@ -1,9 +1,12 @@
 //! Tests of the host core; they need no GPU and no wgpu.
 #![allow(clippy::unwrap_used)]
 
+#[path = "support/block_states.rs"]
 mod block_states;
+#[path = "support/bug_cases.rs"]
 mod bug_cases;
 mod cache_bugs;
+#[path = "support/cache_model.rs"]
 mod cache_model;
 mod cache_refusals;
 mod config_numbers;
@@ -11,11 +14,13 @@ mod drafts;
 #[cfg(feature = "faults")]
 mod faults;
 mod gate;
+#[path = "support/histories.rs"]
 mod histories;
 mod hostile;
 mod line;
 mod manifests;
 mod long_lines;
+#[path = "support/model.rs"]
 mod model;
 mod plan_text;
 mod preemption;
@@ -24,9 +29,11 @@ mod properties;
 mod reference;
 mod reference_bugs;
 mod residency;
+#[path = "support/rig.rs"]
 mod rig;
 mod scenarios;
 mod scheduler_bugs;
+#[path = "support/simulated_device.rs"]
 mod simulated_device;
 mod simulation;
 mod swap_histories;

@@ -3,6 +3,7 @@
 //! A binary of its own, because it replaces the global allocator by one that counts.
 #![allow(clippy::unwrap_used)]
 
+#[path = "support/counting_allocator.rs"]
 mod counting_allocator;
 
 use counting_allocator::{held_bytes, num_allocations};

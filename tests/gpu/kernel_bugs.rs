@@ -1,4 +1,4 @@
-//! Faults that users of other paged caches reported, on the attention kernels. `tests/core/bug_cases.rs` has the inputs,
+//! Faults that users of other paged caches reported, on the attention kernels. `tests/core/support/bug_cases.rs` has the inputs,
 //! which also run on the CPU twins. The kernels read the twin's words, and append is compared with the twin elsewhere.
 
 use paged_kv::reference::log_sum_exp;

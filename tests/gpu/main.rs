@@ -3,8 +3,9 @@
 mod after_loss;
 mod batch_invariance;
 #[path = "../core/bug_cases.rs"]
+#[path = "../core/support/bug_cases.rs"]
 mod bug_cases;
-#[path = "../core/counting_allocator.rs"]
+#[path = "../core/support/counting_allocator.rs"]
 mod counting_allocator;
 mod device;
 mod device_loss;
@@ -22,7 +23,7 @@ mod profiles;
 mod raw;
 mod raw_kernels;
 mod recording;
-#[path = "../core/rig.rs"]
+#[path = "../core/support/rig.rs"]
 mod rig;
 mod shaders;
 mod steps;
