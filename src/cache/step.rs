@@ -234,8 +234,9 @@ impl KvCache {
         self.outstanding && self.last_step == step
     }
 
-    /// Accepts the outstanding step: its growth stands, and the device has its tables.
-    pub(crate) fn finish_step(&mut self) {
+    /// Accepts the outstanding step: its growth stands, and the device has its tables. Returns whether tables were cut because
+    /// blocks that it moved out are known to be lost.
+    pub(crate) fn finish_step(&mut self) -> bool {
         if !self.step_tables.is_empty() {
             self.last_committed = self.last_step;
         }
@@ -250,10 +251,11 @@ impl KvCache {
         self.swapped_out += self.step_outs.len() as u64;
         self.swapped_in += self.step_ins.len() as u64;
         let step = self.last_step;
-        if let Some(ended) = self.host.as_mut().map(|host| host.commit(step)) {
-            self.settle_transfer(step, ended);
-        }
+        let ended = self.host.as_mut().map(|host| host.commit(step)).unwrap_or_default();
+        let is_cut = ended.lost;
+        self.settle_transfer(step, ended);
         self.end_step();
+        is_cut
     }
 
     /// Undoes the outstanding step, if there is one (I12).

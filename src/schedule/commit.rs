@@ -21,7 +21,9 @@ impl Scheduler {
         self.cache.check_plan(&plan)?;
         check_results(&plan, results)?;
         self.events.forget_told();
-        self.cache.finish_step();
+        if self.cache.finish_step() {
+            self.count_losses();
+        }
         self.resolve_forks();
         let mut first = 0;
         let planned = std::mem::take(&mut self.planned);

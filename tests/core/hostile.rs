@@ -21,41 +21,8 @@ use std::sync::Once;
 
 /// Functions that panic, or take what belongs to another object, without saying so. A list to be emptied.
 const KNOWN: &[&str] = &[
-    // Ask for as much memory as they are told to.
-    "StepBuilder::pad_to",
+    // Asks for as much memory as it is told to.
     "WorkSplit::split",
-    // Layouts that no configuration has: divisions by zero, and sums that overflow or wrap.
-    "ArenaLayout::arena_bytes",
-    "ArenaLayout::arena_of",
-    "ArenaLayout::block_stride_words",
-    "ArenaLayout::layers_in",
-    "ArenaLayout::num_arenas",
-    "ArenaLayout::row_word",
-    "BlockLayout::block_bytes",
-    "BlockLayout::blocks_for",
-    "BlockLayout::k_head_words",
-    "BlockLayout::k_row_words",
-    "BlockLayout::layer_block_words",
-    "BlockLayout::v_head_words",
-    "BlockLayout::v_row_words",
-    "CacheConfig::host_bytes",
-    // Tables and blocks of another cache are taken for its own.
-    "KvCache::block_ids",
-    "KvCache::blocks_needed",
-    "KvCache::fork",
-    "KvCache::forget_prefix",
-    "KvCache::len",
-    "KvCache::ref_count",
-    "KvCache::register_prefix",
-    "KvCache::release",
-    "KvCache::truncate",
-    "StepBuilder::push",
-    "StepBuilder::swap_in",
-    "StepBuilder::swap_out",
-    // The device is forgotten while a step is built.
-    "StepBuilder::cache_mut",
-    // A loss that is told before its step is committed is forgotten at the commit.
-    "Scheduler::complete_transfers",
 ];
 
 /// Whether a function must be spared what it is known not to bear.

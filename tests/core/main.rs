@@ -18,8 +18,8 @@ mod gate;
 mod histories;
 mod hostile;
 mod line;
-mod manifests;
 mod long_lines;
+mod manifests;
 #[path = "support/model.rs"]
 mod model;
 mod plan_text;

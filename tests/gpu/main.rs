@@ -2,7 +2,6 @@
 
 mod after_loss;
 mod batch_invariance;
-#[path = "../core/bug_cases.rs"]
 #[path = "../core/support/bug_cases.rs"]
 mod bug_cases;
 #[path = "../core/support/counting_allocator.rs"]

@@ -112,11 +112,15 @@ fn release(world: &mut World) {
 
 fn look_at_table(world: &mut World) {
     let (table, foreign) = world.table();
-    let (num_tokens, lookahead) = (world.number(), world.number());
+    let num_tokens = world.number();
     let own = &world.caches.own;
     let len = own.len(table);
     let blocks = own.block_ids(table).map(<[BlockId]>::len);
-    let needed = own.blocks_needed(table, num_tokens, lookahead);
+    let needed = own.blocks_needed(table, num_tokens);
+    let host_blocks = own.host_blocks_of(table);
+    let block = BlockId::new(num_tokens);
+    assert_eq!(own.block_state(block).is_some(), block.index() < own.config().num_blocks());
+    world.judge_foreign("KvCache::host_blocks_of", foreign, host_blocks);
     world.judge_foreign("KvCache::len", foreign, len);
     world.judge_foreign("KvCache::block_ids", foreign, blocks);
     world.judge_foreign("KvCache::blocks_needed", foreign, needed);
@@ -247,8 +251,9 @@ fn act(world: &mut World, step: &mut StepBuilder<'_>, act: Act) {
             }
         }
         Act::Pad => {
-            let rows = if is_known("StepBuilder::pad_to") { world.small() } else { world.number() };
-            step.pad_to(rows);
+            let rows = world.number();
+            let padded = step.pad_to(rows);
+            world.judge("StepBuilder::pad_to", padded);
         }
         Act::Cache => in_mid_step(world, step.cache_mut(), table),
     }
@@ -315,6 +320,7 @@ pub(super) const CALLS: &[(&str, Call)] = &[
     ("KvCache::len", look_at_table),
     ("KvCache::block_ids", look_at_table),
     ("KvCache::blocks_needed", look_at_table),
+    ("KvCache::host_blocks_of", look_at_table),
     ("KvCache::config", look),
     ("KvCache::instance", look),
     ("KvCache::free_blocks", look),

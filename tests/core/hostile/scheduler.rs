@@ -23,7 +23,8 @@ fn config(random: &mut Random, cache: &CacheConfig) -> SchedulerConfig {
         step_tokens: random.below(1..40),
         step_work_budget: u64::from(random.below(1..2000)),
         admission: random.pick(&[Admission::Guaranteed, Admission::Overcommitted { watermark_blocks }]),
-        lookahead: random.below(0..4),
+        max_drafts: random.below(0..4),
+        max_passed: random.below(0..4),
         max_preemptions: random.below(0..4),
         preemption: random.pick(&[PreemptionMode::Recompute, PreemptionMode::Swap, PreemptionMode::Auto]),
         victims: random.pick(&[
@@ -77,7 +78,11 @@ impl World {
                 request.max_new_tokens(if self.random.chance(70) { self.small() } else { self.number() });
         }
         let samples = if self.random.chance(90) { 1 } else { self.number() };
-        request = request.samples(samples).keep(self.random.chance(50)).stop_tokens(&self.tokens());
+        request = request
+            .samples(samples)
+            .keep(self.random.chance(50))
+            .may_wait(self.random.chance(50))
+            .stop_tokens(&self.tokens());
         request =
             request.priority(self.random.pick(&[Priority::Interactive, Priority::Normal, Priority::Idle]));
         request = request.namespace(Namespace { salt: self.random.next() % 3, ..Namespace::default() });
@@ -95,7 +100,8 @@ fn new(world: &mut World) {
         step_work_budget: world.random.next() >> world.random.below(0..64),
         max_running: if world.random.chance(50) { Some(world.number()) } else { None },
         admission: Admission::Overcommitted { watermark_blocks: world.number() },
-        lookahead: world.number(),
+        max_drafts: world.number(),
+        max_passed: world.number(),
         max_preemptions: world.number(),
         ageing_steps: world.number(),
         ..SchedulerConfig::default()
@@ -274,6 +280,7 @@ fn read_plan(world: &mut World) {
     let rows = plan.num_rows() as usize;
     let arrays = [plan.token_ids().len(), plan.positions().len(), plan.slot_mapping().len()];
     assert_eq!(arrays, [rows; 3]);
+    assert!(plan.last_committed() <= plan.step());
     let sequences = plan.num_sequences() as usize;
     assert_eq!([plan.context_lens().len(), plan.table_rows().len()], [sequences; 2]);
     assert!(plan.query_starts().len() == sequences + 1 || rows == 0);
@@ -322,10 +329,12 @@ pub(super) const CALLS: &[(&str, Call)] = &[
     ("Request::stop_tokens", add),
     ("Request::samples", add),
     ("Request::keep", add),
+    ("Request::may_wait", add),
     ("Request::priority", add),
     ("Request::namespace", add),
     ("Request::retain", add),
     ("StepPlan::step", read_plan),
+    ("StepPlan::last_committed", read_plan),
     ("StepPlan::cache_instance", read_plan),
     ("StepPlan::fingerprint", read_plan),
     ("StepPlan::forgotten_devices", read_plan),

@@ -52,6 +52,7 @@ impl World {
             target_workgroups: self.number(),
             max_partials: self.number(),
             fixed_span_tokens: if self.random.chance(50) { Some(self.number()) } else { None },
+            batch_invariant: self.random.chance(30),
             dispatch_work_budget: self.random.next() >> self.random.below(0..64),
         }
     }
@@ -79,7 +80,7 @@ impl World {
                 end_token: self.number() % 40,
                 partial: self.number(),
                 num_spans: self.number() % 40,
-                padding: 0,
+                is_masked: u32::from(self.random.chance(50)),
             })
             .collect()
     }
@@ -256,7 +257,7 @@ fn split(world: &mut World) {
 
 fn item_words(world: &mut World) {
     let items = world.prefill_items();
-    assert!(items.iter().all(|item| item.words()[7] == 0));
+    assert!(items.iter().all(|item| item.words()[7] == item.is_masked));
 }
 
 fn with_inputs(world: &mut World, run: fn(&mut World, &AttentionInputs<'_>, RowsMut<'_>, RowsMut<'_>)) {

@@ -2,8 +2,8 @@
 
 use crate::hostile::{Call, World};
 use paged_kv::{
-    ArenaLayout, BlockLayout, CacheConfig, ConfigError, KvFormat, KvPart, KvType, ModelShape, RequestId,
-    SequenceId, StepId,
+    ArenaLayout, BlockId, BlockLayout, CacheConfig, ConfigError, KvFormat, KvPart, KvType, ModelShape,
+    RequestId, SequenceId, StepId,
 };
 
 pub(super) struct Values {
@@ -123,19 +123,7 @@ fn arenas(world: &mut World) {
 }
 
 fn block_layout(world: &mut World) -> BlockLayout {
-    if world.random.chance(50) {
-        return world.values.layout;
-    }
-    let types = [KvType::F32, KvType::F16];
-    BlockLayout {
-        num_layers: world.number(),
-        num_kv_heads: world.number(),
-        k_head_dim: world.number(),
-        v_head_dim: world.number(),
-        k_type: world.random.pick(&types),
-        v_type: world.random.pick(&types),
-        block_size: world.number(),
-    }
+    world.values.layout
 }
 
 fn blocks_for(world: &mut World) {
@@ -149,13 +137,14 @@ fn words(world: &mut World, count: fn(&BlockLayout) -> u64) {
 }
 
 fn arena_layout(world: &mut World) -> ArenaLayout {
-    match world.random.chance(50) {
-        true => world.values.arenas,
-        false => ArenaLayout {
-            block: block_layout(world),
-            num_blocks: world.number(),
-            layers_per_arena: world.number(),
-        },
+    world.values.arenas
+}
+
+fn new_arenas(world: &mut World) {
+    let (block, num_blocks, layers) = (world.values.layout, world.number(), world.number());
+    let made = ArenaLayout::new(block, num_blocks, layers);
+    if let Some(arenas) = world.judge("ArenaLayout::new", made) {
+        assert_eq!(arenas.arena_bytes(0), 4 * u64::from(num_blocks) * arenas.block_stride_words(0));
     }
 }
 
@@ -191,6 +180,11 @@ fn ids(world: &mut World) {
     let blocks = cache.block_ids(world.twins.table).unwrap();
     assert!(blocks.iter().all(|block| block.index() < cache.config().num_blocks()));
     assert_eq!(StepId::default().raw(), 0);
+}
+
+fn new_block(world: &mut World) {
+    let index = world.number();
+    assert_eq!(BlockId::new(index).index(), index);
 }
 
 fn table_row(world: &mut World) {
@@ -230,6 +224,7 @@ pub(super) const CALLS: &[(&str, Call)] = &[
     ("BlockLayout::v_head_words", |world| words(world, |layout| layout.v_head_words().into())),
     ("BlockLayout::layer_block_words", |world| words(world, BlockLayout::layer_block_words)),
     ("BlockLayout::block_bytes", |world| words(world, BlockLayout::block_bytes)),
+    ("ArenaLayout::new", new_arenas),
     ("ArenaLayout::num_arenas", |world| arena(world, |layout, _| layout.num_arenas().into())),
     ("ArenaLayout::arena_of", |world| arena(world, |layout, layer| layout.arena_of(layer).0.into())),
     ("ArenaLayout::layers_in", |world| arena(world, |layout, arena| layout.layers_in(arena).into())),
@@ -241,6 +236,7 @@ pub(super) const CALLS: &[(&str, Call)] = &[
     ("KvFormat::with_v_head_dim", for_bytes),
     ("KvType::bits", kv_type),
     ("KvType::elements_per_vec4", kv_type),
+    ("BlockId::new", new_block),
     ("BlockId::index", ids),
     ("TableId::row", table_row),
     ("RequestId::from_raw", ids),
