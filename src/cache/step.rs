@@ -48,9 +48,10 @@ impl KvCache {
     pub fn blocks_needed(&self, table: TableId, num_tokens: u32) -> Result<u32, CacheError> {
         let table = self.live(table)?;
         let new = self.new_blocks(table, num_tokens);
-        let copied = self.copied_tail(table, new).is_some() || self.shares_tail_in_host_pool(table);
-        let returning = table.host.len() as u32;
-        Ok(new.saturating_add(returning).saturating_add(u32::from(num_tokens > 0 && copied)))
+        let copied = num_tokens > 0
+            && (self.copied_tail(table, new).is_some()
+                || (!table.host.is_empty() && self.shares_tail_in_host_pool(table)));
+        Ok(new.saturating_add(table.host.len() as u32).saturating_add(u32::from(copied)))
     }
 
     /// Whether others hold the partly filled last block of a table that is swapped out: it returns for all of them.

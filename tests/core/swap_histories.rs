@@ -59,7 +59,7 @@ fn change(cache: &mut KvCache, tables: &mut Vec<Table>, random: &mut Random, in_
         return;
     };
     let (id, len) = (table.id, table.tokens.len());
-    let at = if random.next() % 2 == 0 { len } else { below(random, len + 1) };
+    let at = if random.next().is_multiple_of(2) { len } else { below(random, len + 1) };
     let child = |id: TableId, len: usize| Table { id, tokens: table.tokens[..len].to_vec(), pushed: None };
     let done = match kind {
         2 | 3 => cache.fork(id, at as u32, MAX_TOKENS).map(|id| Some(child(id, at))),
