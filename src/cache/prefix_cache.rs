@@ -477,6 +477,16 @@ impl PrefixCache {
         }
     }
 
+    /// Removes all nodes at once. What is remembered of those that are gone stays.
+    pub(super) fn clear(&mut self) {
+        self.nodes.fill(UNREGISTERED);
+        self.buckets.fill(NONE);
+        self.roots.clear();
+        self.free_roots.clear();
+        self.root_of.clear();
+        self.num_nodes = 0;
+    }
+
     fn unlink_from_bucket(&mut self, block: BlockId, node: Node) {
         let bucket = self.bucket(node.hash);
         if self.buckets[bucket] == block.0 {
