@@ -396,13 +396,21 @@ impl KvCache {
         TableId { cache: self.instance, row: row as u32, generation: self.tables[row].generation }
     }
 
+    #[inline]
     fn live(&self, table: TableId) -> Result<&BlockTable, CacheError> {
-        if table.cache != self.instance {
-            return Err(CacheError::ForeignTable { table, cache: self.instance });
-        }
         match self.tables.get(table.row as usize) {
-            Some(row) if row.live && row.generation == table.generation => Ok(row),
-            _ => Err(CacheError::UnknownTable { table }),
+            Some(row) if row.live && row.generation == table.generation && table.cache == self.instance => {
+                Ok(row)
+            }
+            _ => Err(self.refusal(table)),
+        }
+    }
+
+    #[cold]
+    fn refusal(&self, table: TableId) -> CacheError {
+        match table.cache == self.instance {
+            true => CacheError::UnknownTable { table },
+            false => CacheError::ForeignTable { table, cache: self.instance },
         }
     }
 
