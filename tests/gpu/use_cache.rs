@@ -46,7 +46,7 @@ fn run(rig: &mut DeviceRig<'_>, computes: bool) {
         }
         rig.host.commit(plan);
     }
-    tables.map(|table| rig.host.kv.release(table).expect("an open table"));
+    tables.into_iter().for_each(|table| rig.host.kv.release(table).expect("an open table"));
 }
 
 fn check(gpu: &TestDevice, computes: bool) {
