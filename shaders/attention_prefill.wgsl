@@ -49,8 +49,8 @@ fn prefill(workgroup: vec3<u32>, invocation: Invocation) {
     span.first_token = metadata[item + 3u];
     span.end_token = metadata[item + 4u];
     span.first_visible = visible + first_query / heads;
-    // A masked item has no tile without guards, so that no row depends on what the others see.
-    span.unmasked_end = select(min(span.first_visible, span.end_token), span.first_token, metadata[item + 7u] != 0u);
+    // At most the end of the span.
+    span.unmasked_end = min(span.first_visible, metadata[item + 7u]);
     span.first_row = first_row;
     span.first_query = first_query;
     span.num_queries = end_query - first_query;

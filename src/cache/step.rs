@@ -117,6 +117,11 @@ impl KvCache {
         self.live(table).is_ok_and(|row| row.borrowed.is_some())
     }
 
+    /// Whether the outstanding step copies `block` into another one.
+    pub(crate) fn is_copy_source(&self, block: BlockId) -> bool {
+        self.pool.is_pinned(block) && self.step_copies.iter().any(|copy| copy.source == block.0)
+    }
+
     /// Whether a copy of the outstanding step still reads `block`.
     pub(crate) fn is_pinned(&self, block: BlockId) -> bool {
         self.pool.is_pinned(block)

@@ -71,7 +71,7 @@ fn b05a_rows_without_a_visible_key_give_zero() {
         end_token: 2,
         partial: DIRECT,
         num_spans: 1,
-        is_masked: 0,
+        guarded_from: 2,
     };
     attention_prefill(&inputs, &[tile], &mut RowsMut::new(&mut output, 8), &mut RowsMut::new(&mut [], 10));
     let firsts: Vec<f32> = output.chunks(8).map(|row| row[0]).collect();

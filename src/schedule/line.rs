@@ -89,6 +89,11 @@ impl Line {
         self.claimants.insert(place, index);
     }
 
+    /// Whether the sequence at `place` is filed among the claimants.
+    pub(super) fn has_noted(&self, place: Place) -> bool {
+        self.claimants.contains_key(&place)
+    }
+
     /// Everyone in line with its place, and the sequence that it stands behind: first those that may be asked.
     pub(super) fn all(&self) -> impl Iterator<Item = (Place, Index, Option<Index>)> {
         let open = self.open.iter().map(|(&place, &index)| (place, index, None));

@@ -143,7 +143,7 @@ impl Scheduler {
         }
         // A copy is saved when all others give the requester's last block up.
         let tail = self.get(index).table.and_then(|table| self.cache.shared_tail_block(table));
-        let tail = tail.filter(|&block| !self.cache.is_pinned(block));
+        let tail = tail.filter(|&block| !self.cache.is_copy_source(block));
         let at_most: u32 = candidates.iter().map(|&other| self.table_blocks(self.get(other)) + 1).sum();
         if at_most < missing {
             return None;
@@ -280,7 +280,7 @@ impl Freed<'_> {
             let is_found = self.found.get(entry) == Some(&block) || self.partial == Some(block);
             self.given_up.get(&block) == Some(&holders)
                 && !is_found
-                && !scheduler.cache.is_pinned(block)
+                && (self.tail == Some(block) || !scheduler.cache.is_pinned(block))
                 && (self.resort == Resort::Last || !scheduler.cache.is_retained(block))
         };
         scheduler.blocks_of(victim).iter().enumerate().filter(is_freed).count() as u32

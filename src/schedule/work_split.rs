@@ -81,9 +81,9 @@ pub struct PrefillItem {
     pub partial: u32,
     /// From one row's partial result to the next one's: spans of the sequence.
     pub num_spans: u32,
-    /// 1 if all tiles of keys are walked with the guards of the last one, so that a row's arithmetic does not depend on
-    /// which tiles the other rows of the item see entirely; else 0.
-    pub is_masked: u32,
+    /// Keys from this one on are read with guards, even where all queries of the tile see them: the end of the span, or its
+    /// first key, so that a row's arithmetic does not depend on what the other rows of the tile see.
+    pub guarded_from: u32,
 }
 
 impl PrefillItem {
@@ -92,9 +92,17 @@ impl PrefillItem {
 
     /// The item as shaders read it.
     pub fn words(&self) -> [u32; Self::WORDS as usize] {
-        let Self { sequence, first_query, end_query, first_token, end_token, partial, num_spans, is_masked } =
-            *self;
-        [sequence, first_query, end_query, first_token, end_token, partial, num_spans, is_masked]
+        let Self {
+            sequence,
+            first_query,
+            end_query,
+            first_token,
+            end_token,
+            partial,
+            num_spans,
+            guarded_from,
+        } = *self;
+        [sequence, first_query, end_query, first_token, end_token, partial, num_spans, guarded_from]
     }
 }
 
@@ -199,18 +207,19 @@ impl WorkSplit {
             let end_query = queries.min(first_query.saturating_add(config.prefill_queries.max(1)));
             let end = visible((end_query - 1) / heads);
             for first_token in (0..end).step_by(span_tokens as usize) {
+                let end_token = end.min(first_token.saturating_add(span_tokens));
                 self.prefill_items.push(PrefillItem {
                     sequence,
                     first_query,
                     end_query,
                     first_token,
-                    end_token: end.min(first_token.saturating_add(span_tokens)),
+                    end_token,
                     partial: match is_cut {
                         true => self.num_partials + first_query / heads * spans + first_token / span_tokens,
                         false => DIRECT,
                     },
                     num_spans: spans,
-                    is_masked: 0,
+                    guarded_from: end_token,
                 });
             }
             first_query = end_query;

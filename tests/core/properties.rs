@@ -4,10 +4,10 @@
 //! printed; proptest's own environment variables (`PROPTEST_RNG_SEED` among them) apply.
 
 use crate::cache_model::{CacheOperation, CacheWorld, cache_operations};
-use crate::histories::{apply, caches, operations, schedulers};
-use crate::model::{Reached, World};
+use crate::histories::{Operation, apply, caches, operations, schedulers};
+use crate::model::{Reached, Turn, World};
 use crate::simulated_device::SimulatedDevice;
-use paged_kv::{CacheConfig, ModelShape};
+use paged_kv::{Admission, CacheConfig, KvType, ModelShape, PreemptionMode, Priority, SchedulerConfig};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use std::cell::Cell;
@@ -56,6 +56,54 @@ fn every_history_of_a_scheduler_gives_the_tokens_of_a_naive_one() {
     if total_operations() >= 100_000 {
         assert!(reached.rarest() >= 30, "the histories are too tame: {reached:?}");
     }
+}
+
+/// A branch and its kept parent are in the host pool altogether and come back together. The branch then writes into a block
+/// that both hold, and no block is left for a copy: the parent gives way.
+#[test]
+fn a_branch_that_returns_with_its_kept_parent_goes_on_in_a_pool_that_holds_them_once() {
+    let cache = CacheConfig::for_blocks(2, &SHAPE, KvType::F32)
+        .and_then(|cache| cache.with_block_size(16))
+        .and_then(|cache| cache.with_max_sequences(2))
+        .and_then(|cache| cache.with_host_blocks(2))
+        .unwrap();
+    let config = SchedulerConfig {
+        step_tokens: 23,
+        admission: Admission::Guaranteed,
+        prefix_cache: None,
+        preemption: PreemptionMode::Swap,
+        ageing_steps: 1,
+        ..SchedulerConfig::default()
+    };
+    let turn = |len, max_new, keep, priority| Turn {
+        len,
+        seed: 0,
+        max_new,
+        samples: 1,
+        keep,
+        stops: !keep,
+        priority,
+        salt: 0,
+        system: 0,
+        system_seed: 0,
+        retain: None,
+    };
+    let mut world = World::<SimulatedDevice>::new(config, cache);
+    for operation in [
+        Operation::Add(turn(2, None, false, Priority::Normal)),
+        Operation::Add(turn(18, Some(1), true, Priority::Interactive)),
+        Operation::Step { choice: 0, drafts: 0 },
+        Operation::Step { choice: 0, drafts: 0 },
+        Operation::Fork {
+            parent: 0,
+            at: 4_273_250_146_401_008_489,
+            turn: turn(1, None, false, Priority::Normal),
+        },
+    ] {
+        apply(&mut world, &operation);
+        world.check();
+    }
+    world.finish();
 }
 
 #[test]

@@ -141,7 +141,7 @@ impl<'a> DeviceRig<'a> {
     /// Records and submits a step of one layer, and waits for nothing.
     pub(crate) fn submit_step(&mut self, plan: &StepPlan, tensors: &Tensors) {
         let bound = self.bind(plan, tensors);
-        self.submit_layers(plan, &[bound], LayerPart::Whole);
+        self.submit_layers(plan, &[bound], PagedAttention::record_layer);
     }
 
     /// Writes the keys and values of a step of one layer, without its attention, and waits for it.

@@ -296,7 +296,7 @@ fn prefill_loads_each_visible_key_and_value_once_per_tile_of_queries() {
                     end_token: 60 + (end_query - 1) / ratio + 1,
                     partial: DIRECT,
                     num_spans: 1,
-                    is_masked: 0,
+                    guarded_from: 60 + (end_query - 1) / ratio + 1,
                 })
                 .collect();
             let step = RawStep {

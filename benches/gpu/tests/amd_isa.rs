@@ -26,7 +26,8 @@ const DEARER_TABLES: [(Family, &str, f64); 6] = [
     (Family::Navi21, "attention_decode.f32.d64.q3.subgroup", 1.04),
     (Family::Gfx1100, "attention_decode.f16.d64.q4.subgroup", 1.032),
     (Family::Gfx1100, "attention_decode.f32.d64.q3.subgroup", 1.04),
-    (Family::Gfx1100, "attention_prefill.f32.d64.subgroup", 1.034),
+    // 1.033 of the same loop before the guard against a step whose metadata has not arrived: registers fell otherwise.
+    (Family::Gfx1100, "attention_prefill.f32.d64.subgroup", 1.037),
 ];
 
 /// Where less than 60 % of prefill's instructions are multiply-adds, and how many at least: Vega has none that takes a

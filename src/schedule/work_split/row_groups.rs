@@ -1,7 +1,7 @@
 //! The split in which a row's arithmetic depends on its own query and keys alone.
 //!
 //! Every row, also a sequence's only one, is a prefill item's, walks its keys in the same spans whatever the step is, and
-//! has partial results that are merged, however few; its tiles are all walked the same way ([`PrefillItem::is_masked`]). So
+//! has partial results that are merged, however few; its tiles are all walked the same way ([`PrefillItem::guarded_from`]). So
 //! neither its neighbours in the batch, nor the rows that its own prompt is cut into, nor how it came by its keys (computed
 //! before, found in the prefix cache, brought back) change a bit of it.
 //!
@@ -83,7 +83,7 @@ impl WorkSplit {
                     end_token: end.min(first_token.saturating_add(span_tokens)),
                     partial: partial_of(first_query / heads) + span,
                     num_spans,
-                    is_masked: 1,
+                    guarded_from: first_token,
                 });
             }
             first_query = end_query;

@@ -376,7 +376,7 @@ fn check_invariant(sequences: &[(u32, u32)], config: &SplitConfig, span_tokens: 
         // (row, span) by partial result, from the items.
         let mut written = std::collections::HashMap::new();
         for item in &split.prefill_items[group.prefill_items.start as usize..items as usize] {
-            assert_eq!((item.is_masked, item.first_token % span_tokens), (1, 0));
+            assert_eq!((item.guarded_from, item.first_token % span_tokens), (item.first_token, 0));
             let first = item.first_query / heads;
             for row in first..=(item.end_query - 1) / heads {
                 let partial = item.partial + (row - first) * item.num_spans;
