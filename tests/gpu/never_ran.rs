@@ -108,7 +108,7 @@ fn b54_a_chunk_whose_encoder_was_dropped_is_computed_again_and_never_counted() {
         let mut app = App::new(&gpu);
         let first = app.add(&[100; 4]);
         assert_eq!(app.step(), Ok(vec![100.0]));
-        assert!(app.scheduler.abort(first).unwrap());
+        assert!(app.scheduler.abort(first).expect("a request of this scheduler"));
         app.add(&[7, 7, 7, 7, 5, 5, 5, 5]);
         let plan = app.schedule().expect("the first chunk");
         let mut step = app.attention.prepare(&plan).expect("a valid plan");

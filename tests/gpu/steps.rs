@@ -147,7 +147,7 @@ fn rows_of_padding_write_neither_blocks_nor_output() {
         let mut builder = StepBuilder::new(&mut rig.host.kv);
         builder.push(one, &[1]).expect("room");
         builder.push(several, &[1, 2, 3]).expect("room");
-        builder.pad_to(9).unwrap();
+        builder.pad_to(9).expect("few rows");
         let plan = builder.finish();
         let tensors = rig.host.tensors(&plan);
         rig.host.write(&plan, &tensors);
