@@ -80,7 +80,7 @@ pub fn recommended_features(adapter: &wgpu::Adapter) -> Features {
 /// ```no_run
 /// # use paged_kv::{ModelShape, SchedulerConfig, recommended_scheduler_config};
 /// # fn config(device: &wgpu::Device, shape: &ModelShape) -> SchedulerConfig {
-/// SchedulerConfig { lookahead: 4, ..recommended_scheduler_config(device, shape, 8_000_000_000) }
+/// SchedulerConfig { max_drafts: 4, ..recommended_scheduler_config(device, shape, 8_000_000_000) }
 /// # }
 /// ```
 pub fn recommended_scheduler_config(

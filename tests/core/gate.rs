@@ -5,9 +5,9 @@
 //! text, and after each entry four digits of the hash so far, so that a difference is found where it begins. Every 25th
 //! history is a short one, which `gate/*_plans.txt` hold in full. `PAGED_KV_GATE=write` writes the files anew.
 //!
-//! A history asks for nothing whose outcome is a matter of taste: admission is named, drafts are proposed for the whole
-//! lookahead, retained content has no time to live. In histories that end sequences or cut them in mid-step only the plans
-//! count, not what is told about it.
+//! A history asks for nothing whose outcome is a matter of taste: admission is named, as many drafts are proposed as may be,
+//! retained content has no time to live. In histories that end sequences or cut them in mid-step only the plans count, not
+//! what is told about it.
 
 mod cache;
 mod scheduler;
