@@ -206,7 +206,7 @@ fn a_case_beyond_the_limits_is_not_run_instead_of_wrong() {
     assert_eq!((check.passed, check.cases_run), (false, 0));
     assert!(check.cases.iter().all(|case| case.failure.is_none()), "{check:?}");
     let report = a_report(None, Some(check));
-    let told = "the device has enabled max_compute_workgroup_storage_size of 4096, 8192 is needed";
+    let told = "the device has enabled max_compute_workgroup_storage_size of 4096, the kernels need 8192";
     assert_eq!((report.status(), report.failure()), (3, Some(told)));
     let text = report.text();
     assert!(
