@@ -14,6 +14,7 @@
 //! A block is one contiguous range per arena, keys precede values as one run, and a row of one head is contiguous.
 
 use crate::error::ConfigError;
+use crate::reach::{Reach, Stack};
 use std::fmt;
 
 /// Largest block size, in tokens.
@@ -350,6 +351,11 @@ impl CacheConfig {
     /// The layout of a block.
     pub fn layout(&self) -> &BlockLayout {
         &self.layout
+    }
+
+    /// Stacks of layers, those that keep everything first.
+    pub(crate) fn stacks(&self) -> Vec<Stack> {
+        vec![Stack { reach: Reach::All, block_size: self.layout.block_size }]
     }
 
     /// Blocks in the pool.

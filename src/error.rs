@@ -167,6 +167,15 @@ pub enum CacheError {
         /// This cache.
         cache: u64,
     },
+    /// A window has left behind what the tokens after such a length see.
+    BehindWindow {
+        /// The table.
+        table: TableId,
+        /// The length asked for.
+        tokens: u32,
+        /// The shortest length that the table can be cut to, or shared up to, beside none.
+        shortest: u32,
+    },
     /// The outstanding step writes through the table.
     InStep {
         /// The table.
@@ -256,6 +265,10 @@ impl fmt::Display for CacheError {
             Self::InStep { table, step } => {
                 write!(f, "{table:?} is written by step {}, which is outstanding", step.raw())
             }
+            Self::BehindWindow { table, tokens, shortest } => write!(
+                f,
+                "a window of {table:?} has left behind what follows its first {tokens} tokens: it can be cut to {shortest}"
+            ),
             Self::BeyondLength { tokens, len } => {
                 write!(f, "position {tokens} is beyond the {len} tokens of the table")
             }

@@ -16,6 +16,7 @@ mod error;
 #[cfg(feature = "wgpu")]
 mod gpu;
 mod ids;
+mod reach;
 pub mod reference;
 mod schedule;
 
@@ -26,6 +27,7 @@ pub use config::{
 };
 pub use error::{CacheError, CommitError, ConfigError, Error, PlanTextError, PlanTextFault, RequestError};
 pub use ids::{BlockId, PADDING_SLOT, RequestId, SequenceId, StepId, TableId, TokenId};
+pub use reach::Reach;
 pub use schedule::{
     Admission, DIRECT, DecodeItem, DuplicatePrompts, FinishReason, LogitRow, MergeItem, MissCounts,
     Preemption, PreemptionMode, PreemptionReason, PrefillItem, PrefixCacheConfig, PrefixReport, Priority,

@@ -213,7 +213,7 @@ impl Scheduler {
             let needed = self.blocks_to_enter(index);
             let evictions = self.cache.num_evictions();
             if !self.make_room(index, needed, false) {
-                if self.matched.found.partial.take().is_some() {
+                if self.matched.found.drop_partial() {
                     // Without the copy of a block that matches in part, it may fit.
                     continue;
                 }
@@ -242,7 +242,7 @@ impl Scheduler {
         let found = self.found_for(index);
         let taken = found.map_or(0, |found| self.cache.blocks_taken_by(found));
         // A block that matches in part is taken, and copied.
-        let adopted = found.map_or(0, |found| found.blocks.len() as u32);
+        let adopted = found.map_or(0, |found| found.blocks().len() as u32);
         let own = layout.blocks_for(target).saturating_sub(self.table_blocks(sequence) + adopted);
         // Prompts that are being read still need blocks that they were let in for. Those of lower classes step back.
         let steps_back =

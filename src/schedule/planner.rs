@@ -311,7 +311,7 @@ impl Scheduler {
             // Progress: a step has at least one row.
             rows = 1;
         }
-        self.cache.set_reserved(self.reserved_by_others(index));
+        let reserved = self.reserved_by_others(index);
         if self.blocks_short(index, rows) > 0 {
             rows = self.room_for(index, rows);
             if rows == 0 {
@@ -323,7 +323,7 @@ impl Scheduler {
         let start = computed as usize;
         let tokens = &sequence.tokens[start..start + known as usize];
         let drafts: &[TokenId] = &sequence.drafts[..(rows - known) as usize];
-        let Ok(first_row) = push_rows(&mut self.cache, plan, table, tokens, drafts) else {
+        let Ok(first_row) = push_rows(&mut self.cache, plan, table, tokens, drafts, reserved) else {
             debug_assert!(false, "blocks were counted before they were taken");
             return Planned::NoRoom;
         };
@@ -331,7 +331,7 @@ impl Scheduler {
             let known = &sequence.tokens[..start + known as usize];
             let mut hashes = Vec::new();
             self.cache.extend_hashes(&sequence.namespace, known, &mut hashes);
-            self.cache.register(table, &sequence.namespace, known, &hashes, |_| Default::default());
+            self.cache.register(table, &sequence.namespace, known, &hashes, &[]);
         }
         self.request_logits(plan, index, first_row, rows, known);
         self.recount(index);
@@ -373,7 +373,9 @@ impl Scheduler {
     /// Free blocks that `rows` more rows take.
     fn blocks_for_rows(&self, index: Index, rows: u32) -> u32 {
         let table = self.get(index).table;
-        table.and_then(|table| self.cache.blocks_needed(table, rows).ok()).unwrap_or(u32::MAX)
+        let spare = self.cache.free_blocks().saturating_sub(self.reserved_by_others(index));
+        let growth = table.and_then(|table| self.cache.growth(table, rows, spare).ok());
+        growth.map_or(u32::MAX, |growth| growth.needed())
     }
 
     /// The most rows, up to `rows`, that the free blocks hold.

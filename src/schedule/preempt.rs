@@ -195,7 +195,7 @@ impl Scheduler {
         self.cache.extend_hashes(&sequence.namespace, &sequence.tokens, &mut sequence.hashes);
         let found = &mut self.matched.found;
         self.cache.find_match(&sequence.namespace, &sequence.tokens, &sequence.hashes, found);
-        let tokens = sequence.computed.saturating_sub(found.num_tokens(self.cache.config().block_size()));
+        let tokens = sequence.computed.saturating_sub(found.num_tokens);
         let bytes = f64::from(blocks) * self.cache.config().bytes_per_block() as f64;
         if bytes / rates.swap_bytes_per_s > f64::from(tokens) / rates.prefill_tokens_per_s {
             self.release_table(index);

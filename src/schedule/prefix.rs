@@ -6,7 +6,6 @@
 use crate::cache::{MissReason, PrefixMatch};
 use crate::schedule::request::{DuplicatePrompts, PrefixReport, StepEvent};
 use crate::schedule::scheduler::{Index, Scheduler};
-use crate::schedule::sequence::keep_of;
 
 /// What was found for the sequence that is at the door.
 #[derive(Debug, Default)]
@@ -41,7 +40,7 @@ impl Scheduler {
             self.config.prefix_cache.is_some_and(|config| config.duplicates == DuplicatePrompts::Wait);
         let found = self.found_for(index).filter(|_| waits)?;
         let sequence = self.get(index);
-        let next = found.blocks.len();
+        let next = found.blocks().len();
         let hash = sequence.hashes.get(next)?;
         let block_size = self.cache.config().block_size() as usize;
         self.running.iter().copied().find(|&other| {
@@ -77,13 +76,11 @@ impl Scheduler {
             self.found_again.note(cached, sequence.high_water);
         }
         sequence.high_water = sequence.high_water.max(cached);
-        sequence.adopted_blocks = found.blocks.len() as u32;
+        sequence.adopted_blocks = found.blocks().len() as u32;
         sequence.prefix = report;
-        let block_size = self.cache.config().block_size();
         let retain = &sequence.retain;
         if !retain.is_empty() {
-            self.cache
-                .keep_blocks(table, sequence.adopted_blocks, |entry| keep_of(retain, entry, block_size));
+            self.cache.keep_nodes(table, sequence.adopted_blocks, retain);
         }
         if again {
             // What a sequence has computed itself, and finds when it comes back, is no hit.
@@ -112,17 +109,15 @@ impl Scheduler {
         let Some(sequence) = self.records[index].as_mut() else { return };
         let Some(table) = sequence.table else { return };
         let full = sequence.confirmed / block_size;
-        let registered = self.cache.registered_blocks(table);
+        let registered = self.cache.registered_nodes(table);
         if !self.cache.has_prefix_cache() || registered >= full {
             return;
         }
         let tokens = &sequence.tokens[..(full * block_size) as usize];
         self.cache.extend_hashes(&sequence.namespace, tokens, &mut sequence.hashes);
-        let retain = &sequence.retain;
-        let keep = |entry| keep_of(retain, entry, block_size);
-        self.cache.register(table, &sequence.namespace, tokens, &sequence.hashes, keep);
+        self.cache.register(table, &sequence.namespace, tokens, &sequence.hashes, &sequence.retain);
         if (registered + 1) * block_size <= sequence.input_len
-            && self.cache.registered_blocks(table) > registered
+            && self.cache.registered_nodes(table) > registered
         {
             // Those that were refused may find an equal prompt now.
             self.ledger.note_given_up();

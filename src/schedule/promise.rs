@@ -113,7 +113,7 @@ impl Scheduler {
         let at_door = self.matched.index.filter(|&index| {
             self.get(index).is_promised() && self.get(index).table.is_none() && self.get(index).fork.is_none()
         });
-        let found = at_door.map_or(&[][..], |_| &self.matched.found.blocks[..]);
+        let found = at_door.map_or(&[][..], |_| self.matched.found.blocks());
         changes.extend(found.iter().map(|&block| (block, 1)));
         changes.sort_unstable();
         let held = self.changed_holdings(&changes);

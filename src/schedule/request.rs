@@ -1,6 +1,6 @@
 //! What goes into the scheduler and what comes out: requests, configuration, results, events.
 
-use crate::cache::{CacheStats, MissReason, Namespace, Retention};
+use crate::cache::{CacheStats, MissReason, Namespace, RetainRange, Retention};
 use crate::config::CacheConfig;
 use crate::error::ConfigError;
 use crate::ids::{SequenceId, TokenId};
@@ -26,14 +26,6 @@ pub struct Request {
     pub(super) priority: Priority,
     pub(super) namespace: Namespace,
     pub(super) retain: Vec<RetainRange>,
-}
-
-/// Tokens whose blocks stay in the prefix cache in their own way.
-#[derive(Clone, Debug)]
-pub(super) struct RetainRange {
-    pub(super) tokens: Range<u32>,
-    pub(super) retention: Retention,
-    pub(super) ttl_steps: Option<u32>,
 }
 
 impl Request {

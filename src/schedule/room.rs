@@ -6,6 +6,7 @@
 //! is not needed for it. A sequence for which no room can be made waits in place: whoever comes before it goes on, and
 //! frees blocks in the end. Pinned content goes only where a step would have no row at all.
 
+use crate::cache::PrefixMatch;
 use crate::ids::BlockId;
 use crate::schedule::request::VictimPolicy;
 use crate::schedule::scheduler::{Index, Scheduler};
@@ -148,8 +149,8 @@ impl Scheduler {
         if at_most < missing {
             return None;
         }
-        let found = self.found_for(index).map_or(&[][..], |found| &found.blocks[..]);
-        let partial = self.found_for(index).and_then(|found| found.partial).map(|(block, _)| block);
+        let found = self.found_for(index).map_or(&[][..], |found| &found.blocks()[..]);
+        let partial = self.found_for(index).and_then(PrefixMatch::partial_block);
         let mut freed = Freed { tail, found, partial, resort, ..Freed::default() };
         let enough = candidates.iter().position(|&victim| freed.add(self, victim) >= missing)?;
         candidates.truncate(enough + 1);

@@ -9,10 +9,10 @@
 //! A sequence that finishes and is not kept has no record any more. `tokens[..computed]` are in the cache; what follows
 //! is to be computed, and the last token's logits choose the next one.
 
-use crate::cache::{Keep, Namespace};
+use crate::cache::{Namespace, RetainRange};
 use crate::ids::{SequenceId, TableId, TokenId};
 use crate::schedule::admission::Lacking;
-use crate::schedule::request::{PrefixReport, Priority, RetainRange};
+use crate::schedule::request::{PrefixReport, Priority};
 use crate::schedule::scheduler::Index;
 use std::sync::Arc;
 
@@ -191,12 +191,4 @@ impl Sequence {
     pub(super) fn width(&self) -> u32 {
         (self.pending_samples.len() as u32).max(1)
     }
-}
-
-/// How the prefix cache keeps a full block that lies within some of `ranges`.
-pub(super) fn keep_of(ranges: &[RetainRange], entry: u32, block_size: u32) -> Keep {
-    let (start, end) = (entry * block_size, (entry + 1) * block_size);
-    let within = ranges.iter().filter(|range| range.tokens.start <= start && end <= range.tokens.end);
-    let best = within.max_by_key(|range| (range.retention, range.ttl_steps.map_or(u64::MAX, u64::from)));
-    best.map_or(Keep::default(), |range| Keep { retention: range.retention, ttl_steps: range.ttl_steps })
 }

@@ -35,10 +35,13 @@ pub(super) fn push_rows(
     table: TableId,
     tokens: &[TokenId],
     drafts: &[TokenId],
+    reserved: u32,
 ) -> Result<u32, CacheError> {
     let start = cache.len(table)?;
     let num_tokens = u32::try_from(tokens.len() + drafts.len()).unwrap_or(u32::MAX);
-    cache.grow(table, num_tokens)?;
+    cache.slide(table);
+    let growth = cache.growth(table, num_tokens, cache.free_blocks().saturating_sub(reserved))?;
+    cache.grow(table, growth)?;
     let first_row = plan.num_rows();
     let end = start + num_tokens;
     let block_size = cache.config().block_size();
@@ -117,7 +120,7 @@ impl<'a> StepBuilder<'a> {
             return Err(CacheError::NoTokens { table });
         }
         self.check_outstanding()?;
-        let first_row = push_rows(self.cache, &mut self.plan, table, tokens, &[])?;
+        let first_row = push_rows(self.cache, &mut self.plan, table, tokens, &[], 0)?;
         Ok(first_row..self.plan.num_rows())
     }
 
