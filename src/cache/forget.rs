@@ -76,8 +76,9 @@ impl KvCache {
 #[cfg(test)]
 mod tests {
     use crate::cache::{KvCache, Namespace};
-    use crate::config::{CacheConfig, KvType, ModelShape};
+    use crate::config::CacheConfig;
     use crate::ids::{TableId, TokenId};
+    use crate::model::{KvType, ModelShape};
 
     const SHAPE: ModelShape = ModelShape { num_layers: 1, num_query_heads: 1, num_kv_heads: 1, head_dim: 8 };
 

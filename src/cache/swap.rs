@@ -363,8 +363,9 @@ impl KvCache {
 #[cfg(test)]
 mod tests {
     use crate::cache::KvCache;
-    use crate::config::{CacheConfig, KvType, ModelShape};
+    use crate::config::CacheConfig;
     use crate::error::CacheError;
+    use crate::model::{KvType, ModelShape};
 
     const SHAPE: ModelShape = ModelShape { num_layers: 1, num_query_heads: 1, num_kv_heads: 1, head_dim: 8 };
     const TABLES: u32 = 64;

@@ -3,8 +3,9 @@
 //! What the adapter could do does not count: an application that wants larger caches or subgroup operations enables
 //! them when it requests its device, with [`recommended_limits`] and [`recommended_features`].
 
-use crate::config::{MAX_ARENA_BYTES, ModelShape};
 use crate::error::DeviceError;
+use crate::layout::MAX_ARENA_BYTES;
+use crate::model::ModelShape;
 use crate::schedule::SchedulerConfig;
 use wgpu::{DeviceType, Features, Limits};
 
@@ -188,9 +189,10 @@ fn max_tensor_bytes(limits: &Limits) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{CacheConfig, KvType};
+    use crate::config::CacheConfig;
     use crate::gpu::options::AttentionOptions;
     use crate::gpu::setup::{QueryTiles, split_config};
+    use crate::model::KvType;
     use crate::schedule::{StepPlan, WorkSplit};
 
     #[test]

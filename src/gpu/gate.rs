@@ -3,10 +3,11 @@
 //!
 //! `PAGED_KV_GATE=write` writes the files anew.
 
-use crate::config::{CacheConfig, KvType, ModelShape};
+use crate::config::CacheConfig;
 use crate::gpu::metadata::{StepRecord, num_headers, pack};
 use crate::gpu::shader::all_variants;
 use crate::ids::RequestId;
+use crate::model::{KvType, ModelShape};
 use crate::schedule::{
     Admission, PreemptionMode, Request, RowResult, Schedule, Scheduler, SchedulerConfig, SplitConfig,
     StepPlan, TransferReport, WorkSplit,

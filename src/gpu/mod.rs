@@ -53,8 +53,10 @@ pub use record::PreparedStep;
 pub use stats::AttentionStats;
 pub use tensors::{BoundTensors, LayerTensors, TensorSlice};
 
-use crate::config::{ArenaLayout, CacheConfig, ModelShape};
+use crate::config::CacheConfig;
 use crate::error::{BindError, DeviceError, PrepareError};
+use crate::layout::ArenaLayout;
+use crate::model::ModelShape;
 use crate::schedule::{SplitConfig, StepPlan, TransferReport, WorkSplit};
 use capabilities::Capabilities;
 use params::STEP_PARAMS_WORDS;

@@ -1,11 +1,13 @@
 //! From shapes, options and capabilities to the numbers that stay fixed for the life of an attention object.
 
-use crate::config::{ArenaLayout, CacheConfig, ModelShape};
+use crate::config::CacheConfig;
 use crate::error::{ConfigError, DeviceError};
 use crate::gpu::capabilities::Capabilities;
 use crate::gpu::options::AttentionOptions;
 use crate::gpu::params::LayerParams;
 use crate::gpu::shader::{COMPACT_QUERIES, Kernel, MAX_QUERIES, PREFILL_QUERIES, TILE, VariantKey};
+use crate::layout::ArenaLayout;
+use crate::model::ModelShape;
 use crate::schedule::SplitConfig;
 
 /// Scratch for partial results where nothing else is asked for, in bytes.

@@ -11,10 +11,10 @@
 //!
 //! Ranges of consecutive blocks that follow each other in one buffer are copied at once.
 
-use crate::config::ArenaLayout;
 use crate::error::PrepareError;
 use crate::gpu::host_pool::SwappedBlock;
 use crate::gpu::scope::{Refusal, guarded};
+use crate::layout::ArenaLayout;
 use std::ops::Range;
 use wgpu::{Buffer, BufferDescriptor, BufferUsages};
 
@@ -221,7 +221,8 @@ impl StagingBuffers {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{CacheConfig, KvType, ModelShape};
+    use crate::config::CacheConfig;
+    use crate::model::{KvType, ModelShape};
 
     /// Arenas of two layers and one: 512 bytes of a block in the first, 256 in the second.
     fn layout(staging_bytes: u64) -> StagingLayout {

@@ -2,13 +2,13 @@
 //!
 //! The application binds its buffers once and keeps the result. All layers may share one set, or have one each.
 
-use crate::config::BlockLayout;
 use crate::error::BindError;
 use crate::gpu::memory::create_uniform;
 use crate::gpu::options::ActivationType;
 use crate::gpu::params::TensorParams;
 use crate::gpu::pipelines::Layouts;
 use crate::gpu::scope::{Refusal, guarded};
+use crate::layout::BlockLayout;
 use std::num::NonZeroU64;
 use wgpu::{
     BindGroup, BindGroupDescriptor, BindGroupEntry, BindGroupLayout, BindingResource, BufferBinding,

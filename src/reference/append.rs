@@ -1,7 +1,7 @@
 //! Twin of `append`: writes new tokens' keys and values into their slots.
 
-use crate::config::KvPart;
 use crate::ids::PADDING_SLOT;
+use crate::layout::KvPart;
 use crate::reference::{CpuCache, Rows};
 
 /// Writes row `i` of `key` (`[num_kv_heads, k_head_dim]`) and of `value` (`[num_kv_heads, v_head_dim]`) into slot

@@ -6,7 +6,9 @@
 //! The host pool, where the configuration has one, takes memory slot by slot as blocks are moved there.
 
 use crate::BlockSwap;
-use crate::config::{ArenaLayout, CacheConfig, KvPart, KvType, ModelShape};
+use crate::config::CacheConfig;
+use crate::layout::{ArenaLayout, KvPart};
+use crate::model::{KvType, ModelShape};
 use crate::reference::f16::{pack_word, unpack_word};
 use crate::schedule::{SplitConfig, StepPlan};
 

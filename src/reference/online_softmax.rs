@@ -3,7 +3,7 @@
 //! Keys are taken in tiles. A tile's rows are decoded once for all queries; per query the tile's logits are computed,
 //! the running maximum raised, what was summed so far scaled down to it, and the weighted values added.
 
-use crate::config::KvPart;
+use crate::layout::KvPart;
 use crate::reference::CpuCache;
 
 /// Where a running maximum starts: finite, and below any logit of finite queries and keys.

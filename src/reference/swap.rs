@@ -61,7 +61,8 @@ fn check_once(cache: &CpuCache, swaps: &[BlockSwap]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{CacheConfig, KvType, ModelShape};
+    use crate::config::CacheConfig;
+    use crate::model::{KvType, ModelShape};
 
     /// Four blocks of different content, and three slots.
     fn cache() -> CpuCache {

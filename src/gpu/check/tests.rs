@@ -1,9 +1,10 @@
 //! Plans that nobody can build, each with one number wrong: what the shaders, which check nothing, must never see.
 
 use super::PlanChecker;
-use crate::config::{CacheConfig, KvType, ModelShape};
+use crate::config::CacheConfig;
 use crate::error::{PlanFault, PrepareError};
 use crate::ids::TableId;
+use crate::model::{KvType, ModelShape};
 use crate::schedule::{StepBuilder, StepPlan};
 use crate::{BlockCopy, KvCache};
 
