@@ -8,6 +8,7 @@
 //! one and only so many: it waits for their end at most, and for nothing that comes later.
 
 use crate::error::RequestError;
+use crate::schedule::blocks;
 use crate::schedule::preempt::MAX_STEPS_IN_TRANSFER;
 use crate::schedule::request::{Admission, Priority};
 use crate::schedule::scheduler::{Index, Scheduler};
@@ -169,7 +170,7 @@ impl Scheduler {
             self.promise(index)?;
         }
         // Idle content gives way to blocks that come back.
-        let returning = self.blocks_returning(index);
+        let returning = blocks::returning(&self.cache, self.get(index));
         let may_return = returning == 0 || self.make_room(index, returning, false);
         if self.ensure_tables(index, None) && may_return { Ok(()) } else { Err(Lacking::Table) }
     }
@@ -188,7 +189,7 @@ impl Scheduler {
                         self.match_prefix(index);
                         continue;
                     }
-                    let own = self.whole_need(self.get(index));
+                    let own = blocks::whole_need(&self.cache, self.get(index));
                     let available = (available + own).saturating_sub(needed);
                     Lacking::Blocks { needed: own, available }
                 }
@@ -237,13 +238,13 @@ impl Scheduler {
         let Admission::Overcommitted { watermark_blocks } = self.config.admission else { return 0 };
         let layout = *self.cache.config().layout();
         let sequence = self.get(index);
-        let copy = u32::from(sequence.table.and_then(|table| self.cache.shared_tail_block(table)).is_some());
+        let copy = u32::from(blocks::shared_tail(&self.cache, sequence).is_some());
         let target = if self.is_at_bound(index) { sequence.max_tokens } else { sequence.len() };
         let found = self.found_for(index);
         let taken = found.map_or(0, |found| self.cache.blocks_taken_by(found));
         // A block that matches in part is taken, and copied.
         let adopted = found.map_or(0, |found| found.blocks().len() as u32);
-        let own = layout.blocks_for(target).saturating_sub(self.table_blocks(sequence) + adopted);
+        let own = layout.blocks_for(target).saturating_sub(blocks::held(&self.cache, sequence) + adopted);
         // Prompts that are being read still need blocks that they were let in for. Those of lower classes step back.
         let steps_back =
             |other: &Sequence| other.priority > sequence.priority && other.place() > sequence.place();
@@ -264,11 +265,6 @@ impl Scheduler {
     /// Running sequences of lower classes.
     fn running_below(&self, priority: Priority) -> u32 {
         self.running_of_class[priority as usize + 1..].iter().sum()
-    }
-
-    /// Blocks of a sequence in the host pool.
-    pub(super) fn blocks_returning(&self, index: Index) -> u32 {
-        self.get(index).table.map_or(0, |table| self.cache.host_blocks_of(table).unwrap_or(0))
     }
 
     /// Whether a sequence may not be preempted any more (I9).

@@ -5,6 +5,7 @@
 
 use crate::error::CommitError;
 use crate::ids::TokenId;
+use crate::schedule::blocks;
 use crate::schedule::request::{FinishReason, RowResult, StepEvent};
 use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::{Sequence, State};
@@ -244,7 +245,7 @@ impl Scheduler {
         }
         if self.is_at_bound(other) && self.get(other).wants_token() {
             // It may never be preempted, so it runs only with everything it may still need.
-            let need = self.outstanding_need(self.get(other));
+            let need = blocks::still_needed(&self.cache, self.get(other));
             if self.get(other).table.is_some() && self.missing_to(other, need) == 0 {
                 self.protect(other);
             } else {

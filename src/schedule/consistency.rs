@@ -1,6 +1,7 @@
 //! What must hold between any two operations, checked from the inside.
 
 use crate::ids::BlockId;
+use crate::schedule::blocks;
 use crate::schedule::request::Admission;
 use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::{Counted, State};
@@ -113,9 +114,9 @@ impl Scheduler {
                 };
                 let cut = sequence.truncating.filter(|_| later && sequence.planned_rows > 0);
                 let blocks = self.promised_entries(index, cut);
-                needed += self.blocks_at_most(sequence, cut) - blocks.len() as u64;
+                needed += blocks::at_most(&self.cache, sequence, cut) - blocks.len() as u64;
                 blocks.iter().for_each(|block| holders[block.index() as usize] += 1);
-                let tail = self.tail_within(index, cut.map_or(u32::MAX, |len| len - 1));
+                let tail = blocks::tail_within(&self.cache, sequence, cut.map_or(u32::MAX, |len| len - 1));
                 tail.into_iter().for_each(|block| writers[block.index() as usize] += 1);
             }
             for (index, (&holders, &writers)) in (0..).zip(holders.iter().zip(&writers)) {
@@ -142,7 +143,7 @@ impl Scheduler {
             }
             None => {
                 let end = cut.map_or(u32::MAX, |len| len - 1);
-                &self.blocks_of(index)[..self.held_blocks(sequence, end) as usize]
+                &blocks::of(&self.cache, sequence)[..blocks::held_within(&self.cache, sequence, end) as usize]
             }
         }
     }

@@ -2,6 +2,7 @@
 
 mod abort;
 mod admission;
+mod blocks;
 mod commit;
 mod consistency;
 mod events;
@@ -21,6 +22,7 @@ mod sequence;
 mod status;
 mod step_builder;
 mod step_plan;
+mod victims;
 mod work_split;
 
 pub use request::{

@@ -8,6 +8,7 @@
 use crate::error::ConfigError;
 use crate::ids::{SequenceId, TokenId};
 use crate::schedule::admission::Lacking;
+use crate::schedule::blocks;
 use crate::schedule::request::{Schedule, SchedulerConfig, WaitReason};
 use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::{Place, Sequence, State};
@@ -153,7 +154,7 @@ impl Scheduler {
     /// line again.
     fn undo_swaps(&mut self) {
         self.count_losses();
-        let out = |&index: &Index| self.blocks_returning(index) > 0;
+        let out = |&index: &Index| blocks::returning(&self.cache, self.get(index)) > 0;
         let back: Vec<Index> = self.running.iter().copied().filter(out).collect();
         for index in back {
             self.events.take_back_admission(self.get(index).id);
@@ -312,7 +313,7 @@ impl Scheduler {
             rows = 1;
         }
         let reserved = self.reserved_by_others(index);
-        if self.blocks_short(index, rows) > 0 {
+        if self.missing_to(index, self.blocks_for_rows(index, rows)) > 0 {
             rows = self.room_for(index, rows);
             if rows == 0 {
                 return Planned::NoRoom;
@@ -365,33 +366,15 @@ impl Scheduler {
         sequence.planned_logits = sequence.width();
     }
 
-    /// Blocks that are lacking for `rows` more rows.
-    fn blocks_short(&self, index: Index, rows: u32) -> u32 {
-        self.missing_to(index, self.blocks_for_rows(index, rows))
-    }
-
     /// Free blocks that `rows` more rows take.
     fn blocks_for_rows(&self, index: Index, rows: u32) -> u32 {
-        let table = self.get(index).table;
-        let spare = self.cache.free_blocks().saturating_sub(self.reserved_by_others(index));
-        let growth = table.and_then(|table| self.cache.growth(table, rows, spare).ok());
-        growth.map_or(u32::MAX, |growth| growth.needed())
-    }
-
-    /// The most rows, up to `rows`, that the free blocks hold.
-    fn rows_that_fit(&self, index: Index, rows: u32) -> u32 {
-        let Some(table) = self.get(index).table else { return 0 };
-        let block_size = self.cache.config().block_size();
-        let held = self.cache.block_ids(table).map_or(0, <[_]>::len) as u32;
-        let copy = u32::from(self.cache.shared_tail_block(table).is_some());
-        let Some(free) = self.available_to(index).checked_sub(copy) else { return 0 };
-        rows.min(((held + free) * block_size).saturating_sub(self.get(index).computed))
+        blocks::for_rows(&self.cache, self.get(index), rows, self.reserved_by_others(index))
     }
 
     /// Makes room for as many of `rows` rows as possible. Idle content gives way to all of them, running sequences only
     /// to the first block's. Returns the rows that fit then.
     fn room_for(&mut self, index: Index, rows: u32) -> u32 {
-        let fit = self.rows_that_fit(index, rows);
+        let fit = blocks::rows_within(&self.cache, self.get(index), rows, self.available_to(index));
         let mut wanted = rows;
         while wanted > fit {
             if self.make_room(index, self.blocks_for_rows(index, wanted), false) {

@@ -5,6 +5,7 @@
 //! tokens are computed again.
 
 use crate::ids::{SequenceId, TableId};
+use crate::schedule::blocks;
 use crate::schedule::request::{
     Preemption, PreemptionMode, PreemptionReason, PrefixReport, Rates, StepEvent,
 };
@@ -166,13 +167,13 @@ impl Scheduler {
     }
 
     /// Seconds that a victim costs either way.
-    fn compare(&self, index: Index, blocks: u32, rates: Rates) -> PreemptionReason {
+    fn compare(&self, index: Index, moved: u32, rates: Rates) -> PreemptionReason {
         let config = self.cache.config();
-        let bytes = 2.0 * f64::from(blocks) * config.bytes_per_block() as f64;
+        let bytes = 2.0 * f64::from(moved) * config.bytes_per_block() as f64;
         let computed = self.get(index).computed;
         // What stays shared need not be computed again where it can be found, nor what is found again as a rule.
         let found = if self.cache.has_prefix_cache() {
-            let shared = (self.table_blocks(self.get(index)) - blocks) * config.block_size();
+            let shared = (blocks::held(&self.cache, self.get(index)) - moved) * config.block_size();
             shared.max((f64::from(computed) * self.found_again.rate()) as u32)
         } else {
             0
@@ -186,7 +187,7 @@ impl Scheduler {
     /// Gives up a sequence's blocks in the host pool if, as the machine and the prefix cache are now, its tokens are
     /// better computed again.
     pub(super) fn reconsider_return(&mut self, index: Index) {
-        let blocks = self.blocks_returning(index);
+        let blocks = blocks::returning(&self.cache, self.get(index));
         let (PreemptionMode::Auto, Some(rates), true) = (self.config.preemption, self.rates, blocks > 0)
         else {
             return;
@@ -208,11 +209,13 @@ impl Scheduler {
     /// Idle sequences give up their blocks in the host pool, least recently finished first, if that makes room.
     fn make_host_room(&mut self, needed: u32, victim: Index) {
         let idle = |scheduler: &Self| {
-            let on_host = |&&other: &&Index| other != victim && scheduler.blocks_returning(other) > 0;
+            let on_host = |&&other: &&Index| {
+                other != victim && blocks::returning(&scheduler.cache, scheduler.get(other)) > 0
+            };
             scheduler.kept.values().filter(on_host).copied().collect::<Vec<Index>>()
         };
         let candidates = idle(self);
-        let most: u32 = candidates.iter().map(|&other| self.blocks_returning(other)).sum();
+        let most: u32 = candidates.iter().map(|&other| blocks::returning(&self.cache, self.get(other))).sum();
         if self.cache.free_host_blocks() >= needed || self.cache.free_host_blocks() + most < needed {
             return;
         }

@@ -11,9 +11,9 @@
 use crate::cache::PromisedBlocks;
 use crate::error::RequestError;
 use crate::ids::BlockId;
+use crate::schedule::blocks;
 use crate::schedule::request::Admission;
 use crate::schedule::scheduler::{Index, Scheduler};
-use crate::schedule::sequence::Sequence;
 
 /// A block whose promised holders would be one more or one fewer.
 type Change = (BlockId, i32);
@@ -22,7 +22,7 @@ impl Scheduler {
     /// Promises a sequence its declared maximum, or takes the promise back. To be called again when what it may need
     /// changes.
     pub(super) fn set_promised(&mut self, index: Index, promised: bool) {
-        let most = if promised { Some(self.blocks_at_most(self.get(index), None)) } else { None };
+        let most = if promised { Some(blocks::at_most(&self.cache, self.get(index), None)) } else { None };
         let sequence = self.get_mut(index);
         let before = std::mem::replace(&mut sequence.promise, most);
         let table = sequence.table;
@@ -94,21 +94,21 @@ impl Scheduler {
         for index in cut.filter(|&index| self.is_to_be_cut(index) && self.get(index).is_promised()) {
             let sequence = self.get(index);
             let end = sequence.truncating.map_or(u32::MAX, |len| len - 1);
-            maxima = maxima - self.blocks_at_most(sequence, None)
-                + self.blocks_at_most(sequence, sequence.truncating);
+            maxima = maxima - blocks::at_most(&self.cache, sequence, None)
+                + blocks::at_most(&self.cache, sequence, sequence.truncating);
             cuts.push((index, end));
-            let held = self.held_blocks(sequence, end) as usize;
-            changes.extend(self.blocks_of(index)[held..].iter().map(|&block| (block, -1)));
+            let held = blocks::held_within(&self.cache, sequence, end) as usize;
+            changes.extend(blocks::of(&self.cache, sequence)[held..].iter().map(|&block| (block, -1)));
         }
         for &index in self.pending_forks.values() {
             let sequence = self.get(index);
             let Some(fork) = sequence.fork.filter(|_| sequence.is_promised()) else { continue };
             // Not shared yet: a partly filled last block will be copied, so it counts as needed.
-            let blocks = self.cache.block_ids(fork.parent).unwrap_or_default();
+            let parents = self.cache.block_ids(fork.parent).unwrap_or_default();
             let end =
                 sequence.truncating.filter(|_| considered == Some(index)).map_or(u32::MAX, |len| len - 1);
             let full = (fork.at.min(end) / self.cache.config().block_size()) as usize;
-            changes.extend(blocks.iter().take(full).map(|&block| (block, 1)));
+            changes.extend(parents.iter().take(full).map(|&block| (block, 1)));
         }
         let at_door = self.matched.index.filter(|&index| {
             self.get(index).is_promised() && self.get(index).table.is_none() && self.get(index).fork.is_none()
@@ -151,10 +151,12 @@ impl Scheduler {
         let mut tails: Vec<BlockId> = Vec::new();
         for index in self.ledger.shared_tails() {
             if cuts.iter().all(|cut| cut.0 != index) {
-                tails.extend(self.tail_within(index, u32::MAX));
+                tails.extend(blocks::tail_within(&self.cache, self.get(index), u32::MAX));
             }
         }
-        tails.extend(cuts.iter().filter_map(|&(index, end)| self.tail_within(index, end)));
+        tails.extend(
+            cuts.iter().filter_map(|&(index, end)| blocks::tail_within(&self.cache, self.get(index), end)),
+        );
         tails.sort_unstable();
         let copies = tails.chunk_by(|a, b| a == b).map(|writers| {
             let tail = writers[0];
@@ -169,53 +171,12 @@ impl Scheduler {
         copies.sum()
     }
 
-    /// The block of a sequence's table that its next token goes into, if that is partly filled when at most `end` tokens
-    /// are left.
-    pub(super) fn tail_within(&self, index: Index, end: u32) -> Option<BlockId> {
-        let sequence = self.records[index].as_ref().filter(|sequence| sequence.fork.is_none())?;
-        let table = sequence.table?;
-        let len = self.cache.len(table).ok()?.min(end);
-        let block_size = self.cache.config().block_size();
-        let tail = self.cache.block_ids(table).ok()?.get((len / block_size) as usize).copied();
-        tail.filter(|_| !len.is_multiple_of(block_size))
-    }
-
-    /// Blocks of a sequence's table, of its first `end` tokens at most.
-    pub(super) fn held_blocks(&self, sequence: &Sequence, end: u32) -> u32 {
-        let held = self.table_blocks(sequence);
-        let len = sequence.table.and_then(|table| self.cache.len(table).ok()).unwrap_or(0);
-        if len <= end { held } else { self.cache.config().layout().blocks_for(end).min(held) }
-    }
-
-    /// Blocks of a sequence's table.
-    pub(super) fn table_blocks(&self, sequence: &Sequence) -> u32 {
-        sequence.table.and_then(|table| self.cache.block_ids(table).ok()).map_or(0, <[_]>::len) as u32
-    }
-
-    /// Blocks that a sequence and all its samples hold at their declared maximum. Samples share the full blocks of the
-    /// input, and nothing else.
-    pub(super) fn blocks_at_most(&self, sequence: &Sequence, cut: Option<u32>) -> u64 {
-        let layout = self.cache.config().layout();
-        // Should samples part before the cut is made, the one that is cut computes its last token apart from the others.
-        let apart = u32::from(sequence.planned_rows > 0);
-        let input = cut.map_or(sequence.input_len, |len| (len - apart).min(sequence.input_len));
-        side_by_side(input / layout.block_size, layout.blocks_for(sequence.max_tokens), sequence.width())
-    }
-
-    /// Blocks that a sequence and all its samples may still need.
-    pub(super) fn whole_need(&self, sequence: &Sequence) -> u32 {
-        let most = u32::try_from(self.blocks_at_most(sequence, None)).unwrap_or(u32::MAX);
-        most.saturating_sub(self.table_blocks(sequence))
-    }
-
     /// Whether the request could run alone in an empty pool.
     pub(super) fn check_fits(&self, len: u32, max_tokens: u32, samples: u32) -> Result<(), RequestError> {
-        let layout = self.cache.config().layout();
-        let most = layout.blocks_for(max_tokens);
         let needed_blocks = match self.config.admission {
-            Admission::Guaranteed => side_by_side(len / layout.block_size, most, samples),
+            Admission::Guaranteed => blocks::side_by_side(&self.cache, len, max_tokens, samples),
             // Samples that do not fit side by side run one after the other.
-            Admission::Overcommitted { .. } => u64::from(most),
+            Admission::Overcommitted { .. } => blocks::side_by_side(&self.cache, 0, max_tokens, 1),
         };
         let num_blocks = self.cache.config().num_blocks();
         if needed_blocks > u64::from(num_blocks) {
@@ -231,22 +192,14 @@ impl Scheduler {
         }
         let protected =
             self.running.iter().map(|&index| self.get(index)).filter(|sequence| sequence.protected);
-        protected.map(|sequence| self.outstanding_need(sequence)).sum()
+        protected.map(|sequence| blocks::still_needed(&self.cache, sequence)).sum()
     }
 
     /// Blocks that protected sequences other than `index` may still need.
     pub(super) fn reserved_by_others(&self, index: Index) -> u32 {
         let sequence = self.get(index);
-        let own = if sequence.protected { self.outstanding_need(sequence) } else { 0 };
+        let own = if sequence.protected { blocks::still_needed(&self.cache, sequence) } else { 0 };
         self.reserved_blocks() - own
-    }
-
-    /// Blocks that one sequence may still need, its own copy of a shared last block included.
-    pub(super) fn outstanding_need(&self, sequence: &Sequence) -> u32 {
-        let most = self.cache.config().layout().blocks_for(sequence.max_tokens);
-        let copied = |table| self.cache.shared_tail_block(table).is_some() || self.cache.is_borrowing(table);
-        let copy = sequence.table.is_some_and(copied);
-        most.saturating_sub(self.table_blocks(sequence)) + u32::from(copy)
     }
 
     /// Free blocks that `index` may take.
@@ -263,9 +216,4 @@ impl Scheduler {
         let reserved = if self.get(index).protected { 0 } else { self.reserved_blocks() };
         needed.saturating_add(reserved).saturating_sub(self.cache.free_blocks())
     }
-}
-
-/// Blocks of `samples` sequences of `most` blocks each that share their first `full`.
-fn side_by_side(full: u32, most: u32, samples: u32) -> u64 {
-    u64::from(full) + u64::from(samples) * u64::from(most - full)
 }

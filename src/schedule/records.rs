@@ -2,6 +2,7 @@
 
 use crate::error::RequestError;
 use crate::ids::{RequestId, SequenceId, TableId, TokenId};
+use crate::schedule::blocks;
 use crate::schedule::request::{PrefixReport, Priority, Request};
 use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::{Counted, Sequence, State};
@@ -241,8 +242,7 @@ impl Scheduler {
         if sequence.state != State::Running {
             return Counted { tables, ..Counted::default() };
         }
-        let wanted = self.cache.config().layout().blocks_for(sequence.len());
-        let owed = wanted.saturating_sub(self.table_blocks(sequence));
+        let owed = blocks::owed(&self.cache, sequence);
         Counted { running: sequence.width(), tables, owed: if sequence.protected { 0 } else { owed } }
     }
 

@@ -29,6 +29,12 @@ pub(super) struct Place {
 impl Place {
     /// No sequence comes before it.
     pub(super) const FIRST: Self = Self { rank: 0, arrival: 0, sample: 0 };
+
+    /// Of a sequence of the first class.
+    #[cfg(test)]
+    pub(super) fn arrived(step: u64) -> Self {
+        Self { rank: step, arrival: step, sample: 0 }
+    }
 }
 
 /// Where a sequence stands.

@@ -2,6 +2,7 @@
 
 use crate::ids::{BlockId, SequenceId};
 use crate::schedule::admission::Lacking;
+use crate::schedule::blocks;
 use crate::schedule::request::WaitReason;
 use crate::schedule::scheduler::Scheduler;
 use crate::schedule::sequence::State;
@@ -38,13 +39,12 @@ impl Scheduler {
     pub fn status(&self, sequence: impl Into<SequenceId>) -> Option<SequenceStatus<'_>> {
         let index = *self.by_id.get(&sequence.into())?;
         let sequence = self.get(index);
-        let table = sequence.table;
         Some(SequenceStatus {
             state: sequence.state,
             tokens: sequence.tokens_left().len() as u32,
             computed_tokens: sequence.computed,
-            blocks: table.and_then(|table| self.cache.block_ids(table).ok()).unwrap_or_default(),
-            host_blocks: table.map_or(0, |table| self.cache.host_blocks_of(table).unwrap_or(0)),
+            blocks: blocks::of(&self.cache, sequence),
+            host_blocks: blocks::returning(&self.cache, sequence),
             preemptions: sequence.preemptions,
             waits_for: match (sequence.lacking, sequence.state) {
                 (Some(lacking), _) => Some(self.wait_reason(lacking)),

@@ -1,0 +1,96 @@
+//! A sequence and its blocks: the one file of this folder that reckons with what a table holds and will hold.
+//!
+//! Pure questions to a cache about one sequence. Nothing here knows of others, of promises or of policy.
+
+use crate::cache::KvCache;
+use crate::ids::BlockId;
+use crate::schedule::sequence::Sequence;
+
+/// The blocks of a sequence in the pool, in order.
+pub(super) fn of<'a>(cache: &'a KvCache, sequence: &Sequence) -> &'a [BlockId] {
+    sequence.table.and_then(|table| cache.block_ids(table).ok()).unwrap_or_default()
+}
+
+/// How many blocks of the pool a sequence has.
+pub(super) fn held(cache: &KvCache, sequence: &Sequence) -> u32 {
+    of(cache, sequence).len() as u32
+}
+
+/// Those that its first `end` tokens lie in.
+pub(super) fn held_within(cache: &KvCache, sequence: &Sequence, end: u32) -> u32 {
+    let held = held(cache, sequence);
+    let len = sequence.table.and_then(|table| cache.len(table).ok()).unwrap_or(0);
+    if len <= end { held } else { cache.config().layout().blocks_for(end).min(held) }
+}
+
+/// Blocks of a sequence in the host pool.
+pub(super) fn returning(cache: &KvCache, sequence: &Sequence) -> u32 {
+    sequence.table.map_or(0, |table| cache.host_blocks_of(table).unwrap_or(0))
+}
+
+/// The partly filled last block of a sequence, when others hold it too: it is copied before the next token is written.
+pub(super) fn shared_tail(cache: &KvCache, sequence: &Sequence) -> Option<BlockId> {
+    sequence.table.and_then(|table| cache.shared_tail_block(table))
+}
+
+/// The block that a sequence's next token goes into, if that is partly filled when at most `end` tokens are left.
+pub(super) fn tail_within(cache: &KvCache, sequence: &Sequence, end: u32) -> Option<BlockId> {
+    let table = sequence.table.filter(|_| sequence.fork.is_none())?;
+    let len = cache.len(table).ok()?.min(end);
+    let block_size = cache.config().block_size();
+    let tail = of(cache, sequence).get((len / block_size) as usize).copied();
+    tail.filter(|_| !len.is_multiple_of(block_size))
+}
+
+/// Blocks that its tokens take beyond those that it has.
+pub(super) fn owed(cache: &KvCache, sequence: &Sequence) -> u32 {
+    cache.config().layout().blocks_for(sequence.len()).saturating_sub(held(cache, sequence))
+}
+
+/// Free blocks that `rows` more rows take, where `reserved` ones are kept for others.
+pub(super) fn for_rows(cache: &KvCache, sequence: &Sequence, rows: u32, reserved: u32) -> u32 {
+    let spare = cache.free_blocks().saturating_sub(reserved);
+    let growth = sequence.table.and_then(|table| cache.growth(table, rows, spare).ok());
+    growth.map_or(u32::MAX, |growth| growth.needed())
+}
+
+/// The most rows, up to `rows`, that `free` more blocks hold.
+pub(super) fn rows_within(cache: &KvCache, sequence: &Sequence, rows: u32, free: u32) -> u32 {
+    if sequence.table.is_none() {
+        return 0;
+    }
+    let copy = u32::from(shared_tail(cache, sequence).is_some());
+    let Some(free) = free.checked_sub(copy) else { return 0 };
+    let room = (held(cache, sequence) + free) * cache.config().block_size();
+    rows.min(room.saturating_sub(sequence.computed))
+}
+
+/// Blocks that a sequence may still need, its own copy of a shared last block included.
+pub(super) fn still_needed(cache: &KvCache, sequence: &Sequence) -> u32 {
+    let most = cache.config().layout().blocks_for(sequence.max_tokens);
+    let copied = |table| cache.shared_tail_block(table).is_some() || cache.is_borrowing(table);
+    let copy = sequence.table.is_some_and(copied);
+    most.saturating_sub(held(cache, sequence)) + u32::from(copy)
+}
+
+/// Blocks that a sequence and all its samples hold at their declared maximum, if it is `cut`. Samples share the full blocks
+/// of the input, and nothing else.
+pub(super) fn at_most(cache: &KvCache, sequence: &Sequence, cut: Option<u32>) -> u64 {
+    // Should samples part before the cut is made, the one that is cut computes its last token apart from the others.
+    let apart = u32::from(sequence.planned_rows > 0);
+    let input = cut.map_or(sequence.input_len, |len| (len - apart).min(sequence.input_len));
+    side_by_side(cache, input, sequence.max_tokens, sequence.width())
+}
+
+/// Blocks that a sequence and all its samples may still need.
+pub(super) fn whole_need(cache: &KvCache, sequence: &Sequence) -> u32 {
+    let most = u32::try_from(at_most(cache, sequence, None)).unwrap_or(u32::MAX);
+    most.saturating_sub(held(cache, sequence))
+}
+
+/// Blocks of `samples` sequences of `max_tokens` tokens that share the full blocks of their first `shared`.
+pub(super) fn side_by_side(cache: &KvCache, shared: u32, max_tokens: u32, samples: u32) -> u64 {
+    let layout = cache.config().layout();
+    let (full, most) = (shared / layout.block_size, layout.blocks_for(max_tokens));
+    u64::from(full) + u64::from(samples) * u64::from(most - full)
+}
