@@ -225,6 +225,11 @@ impl CacheConfig {
         &self.layout
     }
 
+    /// The most tokens that the pool holds of one sequence.
+    pub(crate) fn pool_tokens(&self) -> u32 {
+        self.num_blocks * self.layout.block_size
+    }
+
     /// Stacks of layers, those that keep everything first.
     pub(crate) fn stacks(&self) -> Vec<Stack> {
         vec![Stack { reach: Reach::All, block_size: self.layout.block_size }]

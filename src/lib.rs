@@ -33,8 +33,8 @@ pub use schedule::{
     Admission, DIRECT, DecodeItem, DuplicatePrompts, FinishReason, LogitRow, MergeItem, MissCounts,
     Preemption, PreemptionMode, PreemptionReason, PrefillItem, PrefixCacheConfig, PrefixReport, Priority,
     Rates, Request, RowGroup, RowResult, Schedule, Scheduler, SchedulerConfig, SchedulerStats, SequenceState,
-    SequenceStatus, SplitConfig, StepBuilder, StepEvent, StepPlan, TableChange, TransferReport, VictimPolicy,
-    WaitReason, WorkSplit,
+    SequenceStatus, SplitConfig, StackPlan, StepBuilder, StepEvent, StepPlan, TableChange, TransferReport,
+    VictimPolicy, WaitReason, WorkSplit,
 };
 
 #[cfg(feature = "faults")]

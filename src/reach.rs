@@ -146,8 +146,13 @@ mod tests {
                     let needed = keys.clone().any(|key| sees(reach, length, key));
                     let kept = first.contains(&block) || rest.contains(&block);
                     let written = length / block_size == block;
-                    assert_eq!(kept, needed || written, "{reach:?} at {length}, block {block} of {block_size}");
-                    let later = (length..length + 20).any(|row| keys.clone().any(|key| sees(reach, row, key)));
+                    assert_eq!(
+                        kept,
+                        needed || written,
+                        "{reach:?} at {length}, block {block} of {block_size}"
+                    );
+                    let later =
+                        (length..length + 20).any(|row| keys.clone().any(|key| sees(reach, row, key)));
                     assert_eq!(later, needed, "{reach:?}: a later row sees more");
                 }
             }

@@ -22,7 +22,10 @@ impl KvCache {
                 "table row {row} is free and live, or neither"
             );
             assert!(table.live || table.num_blocks() == 0, "I1: released table {row} holds blocks");
-            assert!(!table.live || table.len <= table.max_tokens, "I10: table {row} outgrew its declared maximum");
+            assert!(
+                !table.live || table.len <= table.max_tokens,
+                "I10: table {row} outgrew its declared maximum"
+            );
             for (lane, run) in table.runs.iter().enumerate() {
                 for block in &run.blocks {
                     counts[block.0 as usize] += 1;
@@ -35,7 +38,8 @@ impl KvCache {
                 self.assert_run(row, lane);
             }
             assert!(!table.is_out() || !table.in_step, "table {row} is swapped out and written");
-            let mut own: Vec<BlockId> = table.runs.iter().flat_map(|run| run.blocks.iter().copied()).collect();
+            let mut own: Vec<BlockId> =
+                table.runs.iter().flat_map(|run| run.blocks.iter().copied()).collect();
             own.sort_unstable();
             assert!(own.windows(2).all(|pair| pair[0] != pair[1]), "I1: table {row} lists a block twice");
             self.assert_registered(row);
@@ -100,7 +104,10 @@ impl KvCache {
         assert!(in_order, "table {row} has a block that was moved out later behind an earlier one");
         if !lane_of.slides() {
             let held: Vec<u32> = run.blocks.iter().map(|&block| self.pool.ref_count(block)).collect();
-            assert!(held.is_sorted_by(|a, b| a >= b), "I2: a holder lacks what comes before a block: table {row}");
+            assert!(
+                held.is_sorted_by(|a, b| a >= b),
+                "I2: a holder lacks what comes before a block: table {row}"
+            );
         }
     }
 

@@ -121,7 +121,8 @@ impl KvCache {
             return;
         }
         let node = self.nodes.node_of(block);
-        if let Some(prefix) = self.prefix.as_mut().filter(|_| !self.nodes.is_anchored() || node.0 == block.0) {
+        if let Some(prefix) = self.prefix.as_mut().filter(|_| !self.nodes.is_anchored() || node.0 == block.0)
+        {
             prefix.begin_time(node, self.last_step.0);
         }
     }
@@ -130,7 +131,9 @@ impl KvCache {
     pub(super) fn evict_expired(&mut self) {
         let now = self.last_step.0;
         while let Some(node) = self.prefix.as_mut().and_then(|prefix| prefix.pop_due(now)) {
-            let Some(prefix) = self.prefix.as_mut().filter(|prefix| prefix.is_limited_node(node)) else { continue };
+            let Some(prefix) = self.prefix.as_mut().filter(|prefix| prefix.is_limited_node(node)) else {
+                continue;
+            };
             if self.nodes.is_anchored() {
                 if !self.pool.is_idle(BlockId(node.0)) {
                     continue;

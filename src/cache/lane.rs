@@ -72,6 +72,11 @@ impl Lane {
         entry << self.block_shift
     }
 
+    /// The token after the last one that the lane has a block for.
+    pub(super) fn end_token(&self) -> u32 {
+        if self.is_last() { u32::MAX } else { self.tokens_before(self.end) }
+    }
+
     /// Whether a logical block is one of the lane's.
     pub(super) fn covers(&self, entry: u32) -> bool {
         (self.start..self.end).contains(&entry)

@@ -23,6 +23,7 @@ mod consistency;
 mod evicting;
 mod expiry;
 mod forget;
+mod holdings;
 mod host_pool;
 mod keep;
 mod lane;
@@ -264,6 +265,11 @@ impl KvCache {
         run.borrowed = source.borrowed.filter(|&entry| entry < run.pool_end());
         run.dirty_from = run.first;
         self.tables[child].runs[lane] = run;
+    }
+
+    /// Stacks of layers, each with blocks of its own.
+    pub(crate) fn num_stacks(&self) -> u32 {
+        self.lanes.last().map_or(0, |lane| lane.stack + 1)
     }
 
     /// Whether a table has everything that rows after its first `len` tokens see: no window has left it behind.

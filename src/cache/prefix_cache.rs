@@ -160,14 +160,21 @@ pub(super) struct FoundRun {
 }
 
 impl PrefixMatch {
-    /// Blocks that match in full, in order.
-    pub(crate) fn blocks(&self) -> &[BlockId] {
-        self.runs.first().map_or(&[], |run| &run.blocks[..run.num_full as usize])
+    /// Nodes that match in full.
+    pub(crate) fn num_nodes(&self) -> u32 {
+        self.nodes.len() as u32
     }
 
-    /// The block that matches in part.
-    pub(crate) fn partial_block(&self) -> Option<BlockId> {
-        self.runs.first().and_then(|run| run.blocks.get(run.num_full as usize)).copied()
+    /// Blocks of nodes that match in full.
+    pub(crate) fn num_full_blocks(&self) -> u32 {
+        self.runs.iter().map(|run| run.num_full).sum()
+    }
+
+    /// All blocks, sorted.
+    pub(crate) fn sorted_blocks(&self) -> Vec<BlockId> {
+        let mut blocks: Vec<BlockId> = self.runs.iter().flat_map(|run| run.blocks.iter().copied()).collect();
+        blocks.sort_unstable();
+        blocks
     }
 
     /// Leaves out what matches in part. Returns whether there was any.

@@ -2,7 +2,9 @@
 
 use crate::cache::KvCache;
 use crate::cache::keep::{RetainRange, keep_in_window, keep_of};
-use crate::cache::prefix_cache::{FoundRun, MissReason, Namespace, NodeId, PrefixCache, PrefixMatch, Retention};
+use crate::cache::prefix_cache::{
+    FoundRun, MissReason, Namespace, NodeId, PrefixCache, PrefixMatch, Retention,
+};
 use crate::error::{CacheError, ConfigError};
 use crate::ids::{BlockId, TableId, TokenId};
 
@@ -90,6 +92,11 @@ impl KvCache {
     /// Tokens of a node of the prefix cache: the larger block of the stacks'.
     pub(crate) fn node_tokens(&self) -> u32 {
         self.node_tokens
+    }
+
+    /// Nodes of a sequence of `len` tokens.
+    pub(crate) fn nodes_of(&self, len: u32) -> usize {
+        len.div_ceil(self.node_tokens) as usize
     }
 
     pub(crate) fn has_prefix_cache(&self) -> bool {
@@ -200,6 +207,12 @@ impl KvCache {
             self.pool.ref_count(block) == 0 && self.pool.retention(block) != Retention::Pinned
         };
         found.runs.iter().map(|run| run.blocks.iter().filter(counts).count() as u32).sum()
+    }
+
+    /// Blocks of a match that last, of nodes that match in full.
+    pub(crate) fn lasting_found(&self, found: &PrefixMatch) -> impl Iterator<Item = BlockId> {
+        let runs = self.lanes.iter().zip(&found.runs).filter(|(lane, _)| !lane.slides());
+        runs.flat_map(|(_, run)| run.blocks[..run.num_full as usize].iter().copied())
     }
 
     /// Gives an empty table what was found. Returns its tokens.
@@ -324,7 +337,8 @@ impl KvCache {
             }
             let parent = place.checked_sub(1).map(|before| self.node_at(row, before));
             let (chunk, hash) = (&tokens[place as usize * size..][..size], hashes[place as usize]);
-            let known = self.prefix.as_ref().and_then(|prefix| prefix.find_node(namespace, parent, hash, chunk));
+            let known =
+                self.prefix.as_ref().and_then(|prefix| prefix.find_node(namespace, parent, hash, chunk));
             let node = match known {
                 Some(known) if self.join(row, place, known) => known,
                 Some(_) => return,

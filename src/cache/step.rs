@@ -57,10 +57,7 @@ pub(crate) struct Growth {
 impl Growth {
     /// Free blocks that it takes.
     pub(crate) fn needed(&self) -> u32 {
-        self.new
-            .saturating_add(self.copies)
-            .saturating_add(self.lent)
-            .saturating_add(self.returning)
+        self.new.saturating_add(self.copies).saturating_add(self.lent).saturating_add(self.returning)
     }
 }
 
@@ -73,16 +70,6 @@ impl KvCache {
     /// As [`len`](Self::len).
     pub fn blocks_needed(&self, table: TableId, num_tokens: u32) -> Result<u32, CacheError> {
         Ok(self.growth(table, num_tokens, self.free_blocks())?.needed())
-    }
-
-    /// Whether a table's last block is the prefix cache's.
-    pub(crate) fn is_borrowing(&self, table: TableId) -> bool {
-        self.num_borrowed(table) > 0
-    }
-
-    /// The partly filled last block of a table, when others hold it too.
-    pub(crate) fn shared_tail_block(&self, table: TableId) -> Option<BlockId> {
-        self.shared_tail_blocks(table).next()
     }
 
     /// What `num_tokens` more tokens take, where at most `spare` blocks may be spent.
@@ -120,7 +107,7 @@ impl KvCache {
 
     /// The entry of the block that the next token is written into, if it is partly filled and not this table's to write:
     /// others hold it too, or would after a rollback and have more tokens in it.
-    fn shared_tail(&self, table: &BlockTable, lane: usize) -> Option<u32> {
+    pub(super) fn shared_tail(&self, table: &BlockTable, lane: usize) -> Option<u32> {
         let entry = self.lanes[lane].tail_of(table.len)?;
         let block = table.runs[lane].block_at(entry)?;
         let shared = self.pool.ref_count(block) > u32::from(!fault!(LastHolderCopies));
@@ -153,12 +140,6 @@ impl KvCache {
             let tail = lane.tail_of(table.len).and_then(|entry| run.block_at(entry));
             tail.is_some_and(|tail| self.pool.ref_count(tail) > 1 || self.pool.is_cached(tail))
         })
-    }
-
-    /// Last blocks of a table that are the prefix cache's.
-    pub(crate) fn num_borrowed(&self, table: TableId) -> u32 {
-        self.live(table)
-            .map_or(0, |row| row.runs.iter().filter(|run| run.borrowed.is_some()).count() as u32)
     }
 
     /// Whether the outstanding step copies `block` into another one.
@@ -216,9 +197,8 @@ impl KvCache {
     fn leave_behind(&mut self, row: usize, lane: usize, entry: u32, block: BlockId) {
         let table = &self.tables[row];
         let lane = &self.lanes[lane];
-        let is_likely = |&len: &u32| {
-            (lane.first_of(len - len % self.node_tokens)..lane.end_of(len)).contains(&entry)
-        };
+        let is_likely =
+            |&len: &u32| (lane.first_of(len - len % self.node_tokens)..lane.end_of(len)).contains(&entry);
         let is_plain = self.pool.retention(block) <= Retention::Normal;
         if is_plain && self.pool.ref_count(block) == 1 && !table.likely_hits.iter().any(is_likely) {
             self.pool.set_loose(block, true);
@@ -323,11 +303,6 @@ impl KvCache {
     /// Copies that the outstanding step has asked for.
     pub(crate) fn step_copies(&self) -> &[BlockCopy] {
         &self.step_copies
-    }
-
-    /// Entries that the device may not have: from this one to the end.
-    pub(crate) fn dirty_from(&self, table: TableId) -> u32 {
-        self.tables[table.row as usize].runs[0].dirty_from
     }
 
     /// The last step that was committed and wrote to tables, since the last device was forgotten.

@@ -202,8 +202,7 @@ impl KvCache {
         let run = &self.tables[row].runs[lane];
         let (first_entry, num_blocks) = (run.pool_end(), run.host.len() as u32);
         let first_return = self.step_ins.len() as u32;
-        let undo =
-            Undo::Returned { table, parked, lane: lane as u32, first_entry, first_return, num_blocks };
+        let undo = Undo::Returned { table, parked, lane: lane as u32, first_entry, first_return, num_blocks };
         self.journal.push(undo);
         let mut rows = self.returning_with(row, lane);
         while let Some(&slot) = self.tables[row].runs[lane].host.front() {

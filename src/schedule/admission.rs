@@ -153,14 +153,18 @@ impl Scheduler {
 
     fn let_in(&mut self, index: Index, max_tokens: u32) {
         self.leave_queue(index);
-        let blocks = self.cache.config().layout().blocks_for(max_tokens) as usize;
+        let nodes = self.cache.nodes_of(max_tokens);
         let sequence = self.get_mut(index);
         // Growing to the declared maximum reallocates nothing.
         sequence.tokens.reserve((max_tokens as usize).saturating_sub(sequence.tokens.len()));
-        sequence.hashes.reserve(blocks.saturating_sub(sequence.hashes.len()));
+        sequence.hashes.reserve(nodes.saturating_sub(sequence.hashes.len()));
         sequence.state = State::Running;
         sequence.lacking = None;
         sequence.was_let_in = true;
+        let (table, input_len) = (sequence.table, sequence.input_len);
+        if let Some(table) = table {
+            self.cache.expect_hits_at(table, input_len);
+        }
         self.enter_running(index);
         self.tell_admitted(index);
     }
@@ -189,7 +193,7 @@ impl Scheduler {
                         self.match_prefix(index);
                         continue;
                     }
-                    let own = blocks::whole_need(&self.cache, self.get(index));
+                    let own = blocks::whole_need(&self.cache, self.get(index), self.most_rows);
                     let available = (available + own).saturating_sub(needed);
                     Lacking::Blocks { needed: own, available }
                 }
@@ -236,15 +240,17 @@ impl Scheduler {
     /// back from the host pool, what others were let in for and do not have yet, and the watermark.
     pub(super) fn blocks_to_enter(&self, index: Index) -> u32 {
         let Admission::Overcommitted { watermark_blocks } = self.config.admission else { return 0 };
-        let layout = *self.cache.config().layout();
         let sequence = self.get(index);
-        let copy = u32::from(blocks::shared_tail(&self.cache, sequence).is_some());
+        let copies = blocks::shared_tails(&self.cache, sequence).count() as u32;
         let target = if self.is_at_bound(index) { sequence.max_tokens } else { sequence.len() };
         let found = self.found_for(index);
         let taken = found.map_or(0, |found| self.cache.blocks_taken_by(found));
         // A block that matches in part is taken, and copied.
-        let adopted = found.map_or(0, |found| found.blocks().len() as u32);
-        let own = layout.blocks_for(target).saturating_sub(blocks::held(&self.cache, sequence) + adopted);
+        let adopted = found.map_or(0, |found| found.num_full_blocks());
+        // A pool that does not hold a prompt's largest steps holds smaller ones.
+        let at_most = [self.most_rows, 1].map(|rows| self.cache.most_blocks(target, rows));
+        let at_most = if at_most[0] > self.cache.config().num_blocks() { at_most[1] } else { at_most[0] };
+        let own = at_most.saturating_sub(blocks::held(&self.cache, sequence) + adopted);
         // Prompts that are being read still need blocks that they were let in for. Those of lower classes step back.
         let steps_back =
             |other: &Sequence| other.priority > sequence.priority && other.place() > sequence.place();
@@ -259,7 +265,7 @@ impl Scheduler {
         };
         let owed = self.sums.owed - own_owed - back;
         let watermark = if self.running.is_empty() { 0 } else { watermark_blocks };
-        (own + taken + copy).saturating_add(owed).saturating_add(watermark)
+        (own + taken + copies).saturating_add(owed).saturating_add(watermark)
     }
 
     /// Running sequences of lower classes.

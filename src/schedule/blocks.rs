@@ -1,4 +1,4 @@
-//! A sequence and its blocks: the one file of this folder that reckons with what a table holds and will hold.
+//! A sequence and its blocks: the one file of this folder that asks what a table holds and will hold.
 //!
 //! Pure questions to a cache about one sequence. Nothing here knows of others, of promises or of policy.
 
@@ -6,21 +6,23 @@ use crate::cache::KvCache;
 use crate::ids::BlockId;
 use crate::schedule::sequence::Sequence;
 
-/// The blocks of a sequence in the pool, in order.
-pub(super) fn of<'a>(cache: &'a KvCache, sequence: &Sequence) -> &'a [BlockId] {
-    sequence.table.and_then(|table| cache.block_ids(table).ok()).unwrap_or_default()
+/// The blocks of a sequence in the pool.
+pub(super) fn of(cache: &KvCache, sequence: &Sequence) -> impl Iterator<Item = BlockId> {
+    sequence.table.into_iter().flat_map(|table| cache.blocks_of(table))
 }
 
 /// How many blocks of the pool a sequence has.
 pub(super) fn held(cache: &KvCache, sequence: &Sequence) -> u32 {
-    of(cache, sequence).len() as u32
+    sequence.table.map_or(0, |table| cache.num_held(table))
 }
 
-/// Those that its first `end` tokens lie in.
-pub(super) fn held_within(cache: &KvCache, sequence: &Sequence, end: u32) -> u32 {
-    let held = held(cache, sequence);
-    let len = sequence.table.and_then(|table| cache.len(table).ok()).unwrap_or(0);
-    if len <= end { held } else { cache.config().layout().blocks_for(end).min(held) }
+/// Those that last, and that its first `end` tokens do not need.
+pub(super) fn lasting_beyond(
+    cache: &KvCache,
+    sequence: &Sequence,
+    end: u32,
+) -> impl Iterator<Item = BlockId> {
+    sequence.table.into_iter().flat_map(move |table| cache.lasting_beyond(table, end))
 }
 
 /// Blocks of a sequence in the host pool.
@@ -28,23 +30,20 @@ pub(super) fn returning(cache: &KvCache, sequence: &Sequence) -> u32 {
     sequence.table.map_or(0, |table| cache.host_blocks_of(table).unwrap_or(0))
 }
 
-/// The partly filled last block of a sequence, when others hold it too: it is copied before the next token is written.
-pub(super) fn shared_tail(cache: &KvCache, sequence: &Sequence) -> Option<BlockId> {
-    sequence.table.and_then(|table| cache.shared_tail_block(table))
+/// The partly filled last blocks of a sequence that others hold too: they are copied before the next token is written.
+pub(super) fn shared_tails(cache: &KvCache, sequence: &Sequence) -> impl Iterator<Item = BlockId> {
+    sequence.table.into_iter().flat_map(|table| cache.shared_tail_blocks(table))
 }
 
-/// The block that a sequence's next token goes into, if that is partly filled when at most `end` tokens are left.
-pub(super) fn tail_within(cache: &KvCache, sequence: &Sequence, end: u32) -> Option<BlockId> {
-    let table = sequence.table.filter(|_| sequence.fork.is_none())?;
-    let len = cache.len(table).ok()?.min(end);
-    let block_size = cache.config().block_size();
-    let tail = of(cache, sequence).get((len / block_size) as usize).copied();
-    tail.filter(|_| !len.is_multiple_of(block_size))
+/// Blocks that last and that a sequence's next token goes into, if they are partly filled when at most `end` tokens are left.
+pub(super) fn tails_within(cache: &KvCache, sequence: &Sequence, end: u32) -> impl Iterator<Item = BlockId> {
+    let table = sequence.table.filter(|_| sequence.fork.is_none());
+    table.into_iter().flat_map(move |table| cache.lasting_tails(table, end))
 }
 
-/// Blocks that its tokens take beyond those that it has.
-pub(super) fn owed(cache: &KvCache, sequence: &Sequence) -> u32 {
-    cache.config().layout().blocks_for(sequence.len()).saturating_sub(held(cache, sequence))
+/// Blocks that its tokens take beyond those that it has, with at most `rows` rows in a step.
+pub(super) fn owed(cache: &KvCache, sequence: &Sequence, rows: u32) -> u32 {
+    cache.most_blocks(sequence.len(), rows).saturating_sub(held(cache, sequence))
 }
 
 /// Free blocks that `rows` more rows take, where `reserved` ones are kept for others.
@@ -56,41 +55,31 @@ pub(super) fn for_rows(cache: &KvCache, sequence: &Sequence, rows: u32, reserved
 
 /// The most rows, up to `rows`, that `free` more blocks hold.
 pub(super) fn rows_within(cache: &KvCache, sequence: &Sequence, rows: u32, free: u32) -> u32 {
-    if sequence.table.is_none() {
-        return 0;
-    }
-    let copy = u32::from(shared_tail(cache, sequence).is_some());
-    let Some(free) = free.checked_sub(copy) else { return 0 };
-    let room = (held(cache, sequence) + free) * cache.config().block_size();
-    rows.min(room.saturating_sub(sequence.computed))
+    sequence.table.map_or(0, |table| cache.rows_within(table, rows, free))
 }
 
-/// Blocks that a sequence may still need, its own copy of a shared last block included.
-pub(super) fn still_needed(cache: &KvCache, sequence: &Sequence) -> u32 {
-    let most = cache.config().layout().blocks_for(sequence.max_tokens);
-    let copied = |table| cache.shared_tail_block(table).is_some() || cache.is_borrowing(table);
-    let copy = sequence.table.is_some_and(copied);
-    most.saturating_sub(held(cache, sequence)) + u32::from(copy)
+/// Blocks that a sequence may still need with at most `rows` rows in a step, its own copies of shared last blocks included.
+pub(super) fn still_needed(cache: &KvCache, sequence: &Sequence, rows: u32) -> u32 {
+    cache.still_needed(sequence.table, sequence.max_tokens, rows)
 }
 
-/// Blocks that a sequence and all its samples hold at their declared maximum, if it is `cut`. Samples share the full blocks
-/// of the input, and nothing else.
-pub(super) fn at_most(cache: &KvCache, sequence: &Sequence, cut: Option<u32>) -> u64 {
+/// Blocks that a sequence and all its samples hold at most, if it is `cut`. Samples share what the input fills and what
+/// lasts, and nothing else.
+pub(super) fn at_most(cache: &KvCache, sequence: &Sequence, cut: Option<u32>, rows: u32) -> u64 {
     // Should samples part before the cut is made, the one that is cut computes its last token apart from the others.
     let apart = u32::from(sequence.planned_rows > 0);
     let input = cut.map_or(sequence.input_len, |len| (len - apart).min(sequence.input_len));
-    side_by_side(cache, input, sequence.max_tokens, sequence.width())
+    cache.side_by_side(input, sequence.max_tokens, rows, sequence.width())
 }
 
 /// Blocks that a sequence and all its samples may still need.
-pub(super) fn whole_need(cache: &KvCache, sequence: &Sequence) -> u32 {
-    let most = u32::try_from(at_most(cache, sequence, None)).unwrap_or(u32::MAX);
+pub(super) fn whole_need(cache: &KvCache, sequence: &Sequence, rows: u32) -> u32 {
+    let most = u32::try_from(at_most(cache, sequence, None, rows)).unwrap_or(u32::MAX);
     most.saturating_sub(held(cache, sequence))
 }
 
-/// Blocks of `samples` sequences of `max_tokens` tokens that share the full blocks of their first `shared`.
-pub(super) fn side_by_side(cache: &KvCache, shared: u32, max_tokens: u32, samples: u32) -> u64 {
-    let layout = cache.config().layout();
-    let (full, most) = (shared / layout.block_size, layout.blocks_for(max_tokens));
-    u64::from(full) + u64::from(samples) * u64::from(most - full)
+/// Tokens that stay where others hold them when `moved` blocks of a sequence leave: about as many, where there are several
+/// stacks.
+pub(super) fn tokens_staying(cache: &KvCache, sequence: &Sequence, moved: u32) -> u32 {
+    (held(cache, sequence) - moved) * cache.config().block_size() / cache.num_stacks()
 }

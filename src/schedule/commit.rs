@@ -190,7 +190,7 @@ impl Scheduler {
         let (parent_table, computed, max_tokens) = (parent.table, parent.computed, parent.max_tokens);
         let mut tokens = Vec::with_capacity(max_tokens as usize);
         tokens.extend_from_slice(&parent.tokens);
-        let mut hashes = Vec::with_capacity(self.cache.config().layout().blocks_for(max_tokens) as usize);
+        let mut hashes = Vec::with_capacity(self.cache.nodes_of(max_tokens));
         hashes.extend_from_slice(&parent.hashes);
         let record = Sequence {
             id: parent.id.request().sample(sample),
@@ -212,7 +212,7 @@ impl Scheduler {
             computed: 0,
             confirmed: 0,
             hashes,
-            adopted_blocks: parent.adopted_blocks,
+            adopted_nodes: parent.adopted_nodes,
             prefix: parent.prefix,
             high_water: computed,
             drafts: Vec::new(),
@@ -245,7 +245,7 @@ impl Scheduler {
         }
         if self.is_at_bound(other) && self.get(other).wants_token() {
             // It may never be preempted, so it runs only with everything it may still need.
-            let need = blocks::still_needed(&self.cache, self.get(other));
+            let need = blocks::still_needed(&self.cache, self.get(other), self.most_rows);
             if self.get(other).table.is_some() && self.missing_to(other, need) == 0 {
                 self.protect(other);
             } else {

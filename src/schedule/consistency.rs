@@ -113,14 +113,19 @@ impl Scheduler {
                     continue;
                 };
                 let cut = sequence.truncating.filter(|_| later && sequence.planned_rows > 0);
-                let blocks = self.promised_entries(index, cut);
-                needed += blocks::at_most(&self.cache, sequence, cut) - blocks.len() as u64;
-                blocks.iter().for_each(|block| holders[block.index() as usize] += 1);
-                let tail = blocks::tail_within(&self.cache, sequence, cut.map_or(u32::MAX, |len| len - 1));
-                tail.into_iter().for_each(|block| writers[block.index() as usize] += 1);
+                needed += blocks::at_most(&self.cache, sequence, cut, self.most_rows);
+                let end = cut.map_or(u32::MAX, |len| len - 1);
+                for block in self.promised_entries(index, end) {
+                    needed -= 1;
+                    holders[block.index() as usize] += 1;
+                }
+                for tail in blocks::tails_within(&self.cache, sequence, end) {
+                    writers[tail.index() as usize] += 1;
+                }
             }
             for (index, (&holders, &writers)) in (0..).zip(holders.iter().zip(&writers)) {
-                let stays = self.cache.is_retained(BlockId(index));
+                let behind_window = holders == 0 && self.cache.promised_holders(BlockId(index)) > 0;
+                let stays = self.cache.is_retained(BlockId(index)) && (later || !behind_window);
                 needed += u64::from(holders > 0 || stays);
                 needed += writers.min(holders.saturating_sub(u64::from(!stays)));
             }
@@ -132,19 +137,16 @@ impl Scheduler {
         }
     }
 
-    /// Blocks that a promised sequence holds, or will share when the outstanding step ends.
-    fn promised_entries(&self, index: Index, cut: Option<u32>) -> &[BlockId] {
+    /// Blocks that last and that a promised sequence holds, or will share when the outstanding step ends.
+    fn promised_entries(&self, index: Index, end: u32) -> Vec<BlockId> {
         let sequence = self.get(index);
-        match sequence.fork {
-            Some(fork) => {
-                let blocks = self.cache.block_ids(fork.parent).unwrap_or_default();
-                let full = (fork.at / self.cache.config().block_size()) as usize;
-                &blocks[..full.min(blocks.len())]
+        match (sequence.fork, sequence.table) {
+            (Some(fork), _) => self.cache.lasting_full(fork.parent, fork.at).collect(),
+            (None, Some(table)) => {
+                let beyond: Vec<BlockId> = self.cache.lasting_beyond(table, end).collect();
+                self.cache.lasting_beyond(table, 0).filter(|block| !beyond.contains(block)).collect()
             }
-            None => {
-                let end = cut.map_or(u32::MAX, |len| len - 1);
-                &blocks::of(&self.cache, sequence)[..blocks::held_within(&self.cache, sequence, end) as usize]
-            }
+            (None, None) => Vec::new(),
         }
     }
 }

@@ -34,5 +34,5 @@ pub use scheduler::Scheduler;
 pub use sequence::State as SequenceState;
 pub use status::SequenceStatus;
 pub use step_builder::StepBuilder;
-pub use step_plan::{LogitRow, StepPlan, TableChange, TransferReport};
+pub use step_plan::{LogitRow, StackPlan, StepPlan, TableChange, TransferReport};
 pub use work_split::{DIRECT, DecodeItem, MergeItem, PrefillItem, RowGroup, SplitConfig, WorkSplit};

@@ -6,7 +6,7 @@
 //! left.
 
 use crate::error::ConfigError;
-use crate::ids::{SequenceId, TokenId};
+use crate::ids::{SequenceId, TableId, TokenId};
 use crate::schedule::admission::Lacking;
 use crate::schedule::blocks;
 use crate::schedule::request::{Schedule, SchedulerConfig, WaitReason};
@@ -300,11 +300,15 @@ impl Scheduler {
 
     /// Plans as many rows of a sequence as budget and blocks allow, making room for at least one.
     fn plan_sequence(&mut self, plan: &mut StepPlan, index: Index, budget: Budget) -> Planned {
+        let Some(table) = self.get(index).table else { return Planned::NoRoom };
+        if self.cache.slides() {
+            self.slide(index, table);
+        }
         let sequence = self.get(index);
-        let Some(table) = sequence.table else { return Planned::NoRoom };
         let drafts = sequence.usable_drafts();
         let computed = sequence.computed;
-        let mut rows = rows_within(computed, (sequence.uncomputed() + drafts).min(budget.rows), budget.work);
+        let most = (sequence.uncomputed() + drafts).min(budget.rows);
+        let mut rows = rows_within(computed, self.rows_promised(index, most), budget.work);
         if rows == 0 {
             if plan.num_rows() > 0 {
                 return Planned::NoBudget;
@@ -338,6 +342,27 @@ impl Scheduler {
         self.recount(index);
         self.planned.push(index);
         Planned::Rows(Budget::of(computed, rows))
+    }
+
+    /// Gives back what a sequence's rows do not see any more.
+    fn slide(&mut self, index: Index, table: TableId) {
+        self.cache.slide(table);
+        self.recount(index);
+        // What it leaves pinned behind its window does not take what is promised.
+        while self.get(index).is_promised() && self.check_promise(None).is_err() {
+            if self.cache.give_up_pins(self.cache.free_blocks() + 1) == 0 {
+                break;
+            }
+        }
+    }
+
+    /// The most of `rows` rows for which a sequence's windows hold no more than is promised to it, or reserved.
+    fn rows_promised(&self, index: Index, rows: u32) -> u32 {
+        let sequence = self.get(index);
+        match sequence.is_promised() || sequence.protected {
+            true if self.cache.slides() => rows.min(self.most_rows),
+            _ => rows,
+        }
     }
 
     fn request_logits(&mut self, plan: &mut StepPlan, index: Index, first_row: u32, rows: u32, known: u32) {
@@ -385,8 +410,8 @@ impl Scheduler {
         if fit > 0 {
             return fit;
         }
-        let block_size = self.cache.config().block_size();
-        [rows.min(block_size), 1]
+        let node_tokens = self.cache.node_tokens();
+        [rows.min(node_tokens), 1]
             .into_iter()
             .find(|&rows| self.make_room(index, self.blocks_for_rows(index, rows), true))
             .unwrap_or(0)

@@ -173,7 +173,7 @@ impl Scheduler {
         let computed = self.get(index).computed;
         // What stays shared need not be computed again where it can be found, nor what is found again as a rule.
         let found = if self.cache.has_prefix_cache() {
-            let shared = (blocks::held(&self.cache, self.get(index)) - moved) * config.block_size();
+            let shared = blocks::tokens_staying(&self.cache, self.get(index), moved);
             shared.max((f64::from(computed) * self.found_again.rate()) as u32)
         } else {
             0

@@ -40,9 +40,9 @@ impl Scheduler {
             self.config.prefix_cache.is_some_and(|config| config.duplicates == DuplicatePrompts::Wait);
         let found = self.found_for(index).filter(|_| waits)?;
         let sequence = self.get(index);
-        let next = found.blocks().len();
+        let next = found.num_nodes() as usize;
         let hash = sequence.hashes.get(next)?;
-        let block_size = self.cache.config().block_size() as usize;
+        let block_size = self.cache.node_tokens() as usize;
         self.running.iter().copied().find(|&other| {
             let other = self.get(other);
             let comes = other.hashes.get(next) == Some(hash)
@@ -76,11 +76,11 @@ impl Scheduler {
             self.found_again.note(cached, sequence.high_water);
         }
         sequence.high_water = sequence.high_water.max(cached);
-        sequence.adopted_blocks = found.blocks().len() as u32;
+        sequence.adopted_nodes = found.num_nodes();
         sequence.prefix = report;
         let retain = &sequence.retain;
         if !retain.is_empty() {
-            self.cache.keep_nodes(table, sequence.adopted_blocks, retain);
+            self.cache.keep_nodes(table, sequence.adopted_nodes, retain);
         }
         if again {
             // What a sequence has computed itself, and finds when it comes back, is no hit.
@@ -105,7 +105,7 @@ impl Scheduler {
 
     /// Lets others find a sequence's full blocks, as far as they are confirmed.
     pub(super) fn register_blocks(&mut self, index: Index) {
-        let block_size = self.cache.config().block_size();
+        let block_size = self.cache.node_tokens();
         let Some(sequence) = self.records[index].as_mut() else { return };
         let Some(table) = sequence.table else { return };
         let full = sequence.confirmed / block_size;
@@ -129,7 +129,7 @@ impl Scheduler {
     pub(super) fn forget_blocks(&mut self, index: Index) {
         let sequence = self.get(index);
         if let Some(table) = sequence.table {
-            let adopted = sequence.adopted_blocks;
+            let adopted = sequence.adopted_nodes;
             let forgotten = self.cache.forget_prefix(table, adopted);
             debug_assert!(forgotten.is_ok(), "a live table is forgotten: {forgotten:?}");
         }

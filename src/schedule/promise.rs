@@ -22,7 +22,11 @@ impl Scheduler {
     /// Promises a sequence its declared maximum, or takes the promise back. To be called again when what it may need
     /// changes.
     pub(super) fn set_promised(&mut self, index: Index, promised: bool) {
-        let most = if promised { Some(blocks::at_most(&self.cache, self.get(index), None)) } else { None };
+        let most = if promised {
+            Some(blocks::at_most(&self.cache, self.get(index), None, self.most_rows))
+        } else {
+            None
+        };
         let sequence = self.get_mut(index);
         let before = std::mem::replace(&mut sequence.promise, most);
         let table = sequence.table;
@@ -94,30 +98,31 @@ impl Scheduler {
         for index in cut.filter(|&index| self.is_to_be_cut(index) && self.get(index).is_promised()) {
             let sequence = self.get(index);
             let end = sequence.truncating.map_or(u32::MAX, |len| len - 1);
-            maxima = maxima - blocks::at_most(&self.cache, sequence, None)
-                + blocks::at_most(&self.cache, sequence, sequence.truncating);
+            let at_most = |cut| blocks::at_most(&self.cache, sequence, cut, self.most_rows);
+            maxima = maxima - at_most(None) + at_most(sequence.truncating);
             cuts.push((index, end));
-            let held = blocks::held_within(&self.cache, sequence, end) as usize;
-            changes.extend(blocks::of(&self.cache, sequence)[held..].iter().map(|&block| (block, -1)));
+            changes.extend(blocks::lasting_beyond(&self.cache, sequence, end).map(|block| (block, -1)));
         }
         for &index in self.pending_forks.values() {
             let sequence = self.get(index);
             let Some(fork) = sequence.fork.filter(|_| sequence.is_promised()) else { continue };
             // Not shared yet: a partly filled last block will be copied, so it counts as needed.
-            let parents = self.cache.block_ids(fork.parent).unwrap_or_default();
             let end =
                 sequence.truncating.filter(|_| considered == Some(index)).map_or(u32::MAX, |len| len - 1);
-            let full = (fork.at.min(end) / self.cache.config().block_size()) as usize;
-            changes.extend(parents.iter().take(full).map(|&block| (block, 1)));
+            let full = self.cache.lasting_full(fork.parent, fork.at.min(end));
+            changes.extend(full.map(|block| (block, 1)));
         }
         let at_door = self.matched.index.filter(|&index| {
             self.get(index).is_promised() && self.get(index).table.is_none() && self.get(index).fork.is_none()
         });
-        let found = at_door.map_or(&[][..], |_| self.matched.found.blocks());
-        changes.extend(found.iter().map(|&block| (block, 1)));
+        let others = changes.len();
+        if at_door.is_some() {
+            changes.extend(self.cache.lasting_found(&self.matched.found).map(|block| (block, 1)));
+        }
+        let found = (changes.len() - others) as u64;
         changes.sort_unstable();
         let held = self.changed_holdings(&changes);
-        let uncounted = if fault!(HitNotPromised) { found.len() as u64 } else { 0 };
+        let uncounted = if fault!(HitNotPromised) { found } else { 0 };
         let copies = if fault!(CopyNotPromised) { 0 } else { self.promised_copies(&cuts, &changes) };
         let needed = maxima.saturating_sub(held.entries) + u64::from(held.held + held.pinned) + copies;
         u32::try_from(needed.saturating_sub(uncounted)).unwrap_or(u32::MAX)
@@ -151,12 +156,12 @@ impl Scheduler {
         let mut tails: Vec<BlockId> = Vec::new();
         for index in self.ledger.shared_tails() {
             if cuts.iter().all(|cut| cut.0 != index) {
-                tails.extend(blocks::tail_within(&self.cache, self.get(index), u32::MAX));
+                tails.extend(blocks::tails_within(&self.cache, self.get(index), u32::MAX));
             }
         }
-        tails.extend(
-            cuts.iter().filter_map(|&(index, end)| blocks::tail_within(&self.cache, self.get(index), end)),
-        );
+        for &(index, end) in cuts {
+            tails.extend(blocks::tails_within(&self.cache, self.get(index), end));
+        }
         tails.sort_unstable();
         let copies = tails.chunk_by(|a, b| a == b).map(|writers| {
             let tail = writers[0];
@@ -174,9 +179,9 @@ impl Scheduler {
     /// Whether the request could run alone in an empty pool.
     pub(super) fn check_fits(&self, len: u32, max_tokens: u32, samples: u32) -> Result<(), RequestError> {
         let needed_blocks = match self.config.admission {
-            Admission::Guaranteed => blocks::side_by_side(&self.cache, len, max_tokens, samples),
+            Admission::Guaranteed => self.cache.side_by_side(len, max_tokens, self.most_rows, samples),
             // Samples that do not fit side by side run one after the other.
-            Admission::Overcommitted { .. } => blocks::side_by_side(&self.cache, 0, max_tokens, 1),
+            Admission::Overcommitted { .. } => self.cache.side_by_side(0, max_tokens, 1, 1),
         };
         let num_blocks = self.cache.config().num_blocks();
         if needed_blocks > u64::from(num_blocks) {
@@ -192,13 +197,14 @@ impl Scheduler {
         }
         let protected =
             self.running.iter().map(|&index| self.get(index)).filter(|sequence| sequence.protected);
-        protected.map(|sequence| blocks::still_needed(&self.cache, sequence)).sum()
+        protected.map(|sequence| blocks::still_needed(&self.cache, sequence, self.most_rows)).sum()
     }
 
     /// Blocks that protected sequences other than `index` may still need.
     pub(super) fn reserved_by_others(&self, index: Index) -> u32 {
         let sequence = self.get(index);
-        let own = if sequence.protected { blocks::still_needed(&self.cache, sequence) } else { 0 };
+        let own =
+            if sequence.protected { blocks::still_needed(&self.cache, sequence, self.most_rows) } else { 0 };
         self.reserved_blocks() - own
     }
 

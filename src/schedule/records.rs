@@ -53,7 +53,7 @@ impl Scheduler {
             computed: 0,
             confirmed: 0,
             hashes: Vec::new(),
-            adopted_blocks: 0,
+            adopted_nodes: 0,
             prefix: PrefixReport::default(),
             high_water: 0,
             drafts: Vec::new(),
@@ -242,7 +242,7 @@ impl Scheduler {
         if sequence.state != State::Running {
             return Counted { tables, ..Counted::default() };
         }
-        let owed = blocks::owed(&self.cache, sequence);
+        let owed = blocks::owed(&self.cache, sequence, self.most_rows);
         Counted { running: sequence.width(), tables, owed: if sequence.protected { 0 } else { owed } }
     }
 

@@ -46,12 +46,12 @@ impl Scheduler {
     }
 
     fn take_from(&mut self, victims: &[Index], index: Index, needed: u32, resort: Resort) -> bool {
-        let shares_tail =
-            |scheduler: &Self| blocks::shared_tail(&scheduler.cache, scheduler.get(index)).is_some();
-        let shared = shares_tail(self);
+        let shared_tails =
+            |scheduler: &Self| blocks::shared_tails(&scheduler.cache, scheduler.get(index)).count() as u32;
+        let shared = shared_tails(self);
         // When nobody else holds its last block any more, it is not copied.
         let missing = |scheduler: &Self| {
-            let saved = u32::from(shared && !shares_tail(scheduler));
+            let saved = shared.saturating_sub(shared_tails(scheduler));
             scheduler.missing_to(index, needed - saved.min(needed))
         };
         for &victim in victims {
@@ -95,10 +95,10 @@ impl Scheduler {
             index,
             place: sequence.place(),
             priority: sequence.priority,
-            tail: blocks::shared_tail(&self.cache, sequence)
-                .filter(|&block| !self.cache.is_copy_source(block)),
-            found: found.map_or(&[], |found| found.blocks()),
-            partial: found.and_then(PrefixMatch::partial_block),
+            tails: blocks::shared_tails(&self.cache, sequence)
+                .filter(|&block| !self.cache.is_copy_source(block))
+                .collect(),
+            found: found.map_or(Vec::new(), PrefixMatch::sorted_blocks),
         };
         let policy = self.is_overcommitted().then_some(self.config.victims);
         Victims { requester, policy, reach, resort }.choose(self, missing)
@@ -114,7 +114,8 @@ impl Scheduler {
             && self.running.len() > 1
             && sequence.table.is_some_and(|table| {
                 // Blocks return, or the copy of a shared one is saved.
-                self.cache.swappable_blocks(table, None) > 0 || self.cache.shared_tail_block(table).is_some()
+                self.cache.swappable_blocks(table, None) > 0
+                    || self.cache.shared_tail_blocks(table).next().is_some()
             })
     }
 
@@ -144,14 +145,14 @@ impl Scheduler {
 }
 
 impl Scheduler {
-    fn candidate(&self, index: Index) -> Option<Candidate<'_>> {
+    fn candidate(&self, index: Index) -> Option<Candidate> {
         let sequence = self.get(index);
         sequence.table.map(|_| Candidate {
             index,
             place: sequence.place(),
             priority: sequence.priority,
             tables: sequence.width(),
-            blocks: blocks::of(&self.cache, sequence),
+            num_blocks: blocks::held(&self.cache, sequence),
             is_promised: sequence.is_promised(),
             is_spared: sequence.planned_rows > 0 || sequence.protected,
         })
@@ -159,16 +160,20 @@ impl Scheduler {
 }
 
 impl View for Scheduler {
-    fn kept(&self) -> impl Iterator<Item = Candidate<'_>> {
+    fn kept(&self) -> impl Iterator<Item = Candidate> {
         self.kept.values().filter_map(|&index| self.candidate(index))
     }
 
-    fn waiting(&self) -> impl Iterator<Item = Candidate<'_>> {
+    fn waiting(&self) -> impl Iterator<Item = Candidate> {
         self.line.claimants().rev().filter_map(|index| self.candidate(index))
     }
 
-    fn running(&self) -> impl Iterator<Item = Candidate<'_>> {
+    fn running(&self) -> impl Iterator<Item = Candidate> {
         self.running.iter().rev().filter_map(|&index| self.candidate(index))
+    }
+
+    fn blocks(&self, index: Index) -> impl Iterator<Item = BlockId> {
+        blocks::of(&self.cache, self.get(index))
     }
 
     fn holding(&self, block: BlockId) -> Holding {

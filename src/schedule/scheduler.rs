@@ -49,6 +49,8 @@ pub(super) type Index = usize;
 #[derive(Debug)]
 pub struct Scheduler {
     pub(super) config: SchedulerConfig,
+    /// Rows of a step that a sequence's windows are promised, or reserved, to have at most.
+    pub(super) most_rows: u32,
     pub(super) cache: KvCache,
     pub(super) records: Vec<Option<Sequence>>,
     pub(super) free_records: Vec<Index>,
@@ -102,6 +104,7 @@ impl Scheduler {
             cache.enable_prefix_cache(prefix_cache.max_cached_blocks)?;
         }
         Ok(Self {
+            most_rows: config.step_tokens,
             config,
             cache,
             records: Vec::new(),
@@ -274,8 +277,9 @@ impl Scheduler {
         // Committed tokens only, and not all of the child's (I6).
         let shared = (at as u32).min(source.computed).min(len as u32 - 1);
         let prefix = source.tokens[..at].to_vec();
-        let (namespace, confirmed) = (source.namespace, source.confirmed);
-        let fork = source.table.filter(|_| shared > 0);
+        let namespace = source.namespace;
+        let fork = source.table.filter(|&table| shared > 0 && self.cache.reaches(table, shared));
+        let confirmed = fork.map_or(0, |_| source.confirmed);
         let fork = fork.map(|parent| PendingFork { order: None, parent, at: shared });
         let may_wait = request.may_wait;
         let id = self.new_request();
@@ -397,7 +401,7 @@ impl Scheduler {
 
     /// Makes a cut that was asked for.
     pub(super) fn truncate_now(&mut self, index: Index) {
-        let block_size = self.cache.config().block_size();
+        let node_tokens = self.cache.node_tokens();
         let sequence = self.get_mut(index);
         let Some(len) = sequence.truncating.take() else { return };
         self.ledger.forget_late_cut(index);
@@ -414,11 +418,8 @@ impl Scheduler {
         let computed = sequence.computed.min(keep);
         sequence.computed = computed;
         sequence.confirmed = sequence.confirmed.min(computed);
-        sequence.hashes.truncate((len / block_size) as usize);
-        if let Some(table) = sequence.table {
-            let cut = self.cache.truncate(table, computed);
-            debug_assert!(cut.is_ok(), "a table that no step writes through is cut: {cut:?}");
-        }
+        sequence.hashes.truncate((len / node_tokens) as usize);
+        let is_behind = self.cut_table(index, computed);
         self.ledger.note_given_up();
         self.renew_promise(index);
         self.recount(index);
@@ -431,10 +432,24 @@ impl Scheduler {
         }
         // Shared blocks that it gave up are not free, so what it needs instead may not be there any more: then it is let
         // in again when everything can be reserved (I9).
-        if self.get(index).protected && self.reserved_blocks() > self.cache.free_blocks() {
+        let is_short = self.get(index).protected && self.reserved_blocks() > self.cache.free_blocks();
+        if is_short || is_behind && self.get(index).state == State::Running {
             self.release_table(index);
             self.requeue(index);
         }
+    }
+
+    /// Cuts a sequence's table to `len` tokens. Where a window has left behind what the next row would see, it gives the
+    /// table up: it is computed again. Returns whether it did.
+    fn cut_table(&mut self, index: Index, len: u32) -> bool {
+        let Some(table) = self.get(index).table else { return false };
+        if !self.cache.reaches(table, len) {
+            self.release_table(index);
+            return true;
+        }
+        let cut = self.cache.truncate(table, len);
+        debug_assert!(cut.is_ok(), "a table that no step writes through is cut: {cut:?}");
+        false
     }
 
     /// Drafts for a sequence's next step: the step computes one row for each, and the application answers with
@@ -499,7 +514,7 @@ impl Scheduler {
         if needed > u64::from(max_tokens) && !fault!(MaximumUnchecked) {
             return Err(RequestError::ExceedsContext { needed, max_tokens });
         }
-        let pool_tokens = config.num_blocks() * config.block_size();
+        let pool_tokens = config.pool_tokens();
         Ok(match request.max_new_tokens {
             Some(_) => needed as u32,
             None => max_tokens.min(pool_tokens).max(needed as u32),

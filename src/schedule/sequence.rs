@@ -85,10 +85,10 @@ pub(super) struct Sequence {
     pub(super) computed: u32,
     /// Those that a valid result has confirmed: their full blocks may be found by others.
     pub(super) confirmed: u32,
-    /// Hashes of its full blocks, as far as they were asked for.
+    /// Hashes of its full nodes, as far as they were asked for.
     pub(super) hashes: Vec<u64>,
-    /// Blocks that it took from the prefix cache when it was last let in.
-    pub(super) adopted_blocks: u32,
+    /// Nodes that it took from the prefix cache in full when it was last let in.
+    pub(super) adopted_nodes: u32,
     pub(super) prefix: PrefixReport,
     /// Most tokens that were ever computed: what lies below is recomputed after a preemption.
     pub(super) high_water: u32,
