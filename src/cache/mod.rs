@@ -72,7 +72,7 @@ pub struct BlockSwap {
 /// ```
 /// use paged_kv::{CacheConfig, KvCache, KvType, ModelShape, StepBuilder};
 ///
-/// let shape = ModelShape { num_layers: 2, num_query_heads: 4, num_kv_heads: 2, head_dim: 32 };
+/// let shape = ModelShape::new(2, 4, 2, 32);
 /// let mut cache = KvCache::new(CacheConfig::for_blocks(8, &shape, KvType::F16)?.with_block_size(4)?);
 /// let table = cache.create(20)?;
 ///
@@ -128,7 +128,6 @@ impl KvCache {
         static INSTANCES: AtomicU64 = AtomicU64::new(1);
         let max_sequences = config.max_sequences();
         Self {
-            config,
             instance: INSTANCES.fetch_add(1, Ordering::Relaxed),
             pool: BlockPool::new(config.num_blocks()),
             tables: (0..max_sequences).map(|_| BlockTable::default()).collect(),
@@ -137,6 +136,7 @@ impl KvCache {
             max_cached_blocks: 0,
             reserved: 0,
             host: (config.host_blocks() > 0).then(|| HostPool::new(config.host_blocks())),
+            config,
             journal: Vec::new(),
             step_tables: Vec::new(),
             step_outs: Vec::new(),
@@ -445,7 +445,7 @@ impl KvCache {
     /// O(tables).
     pub fn stats(&self) -> CacheStats {
         let layout = self.config.layout();
-        let block_size = u64::from(layout.block_size);
+        let block_size = u64::from(layout.block_size());
         let mut stats = CacheStats {
             num_blocks: self.pool.num_blocks(),
             free_blocks: self.pool.num_free(),
@@ -470,7 +470,7 @@ impl KvCache {
             stats.host_in_transfer_blocks = host.num_in_transfer();
         }
         for table in self.tables.iter().filter(|table| table.live) {
-            let on_device = table.len.min(table.blocks.len() as u32 * layout.block_size);
+            let on_device = table.len.min(table.blocks.len() as u32 * layout.block_size());
             let used = layout.blocks_for(on_device);
             stats.num_tables += 1;
             stats.tokens += u64::from(on_device);

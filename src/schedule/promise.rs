@@ -199,7 +199,7 @@ impl Scheduler {
         // Should samples part before the cut is made, the one that is cut computes its last token apart from the others.
         let apart = u32::from(sequence.planned_rows > 0);
         let input = cut.map_or(sequence.input_len, |len| (len - apart).min(sequence.input_len));
-        side_by_side(input / layout.block_size, layout.blocks_for(sequence.max_tokens), sequence.width())
+        side_by_side(input / layout.block_size(), layout.blocks_for(sequence.max_tokens), sequence.width())
     }
 
     /// Blocks that a sequence and all its samples may still need.
@@ -213,7 +213,7 @@ impl Scheduler {
         let layout = self.cache.config().layout();
         let most = layout.blocks_for(max_tokens);
         let needed_blocks = match self.config.admission {
-            Admission::Guaranteed => side_by_side(len / layout.block_size, most, samples),
+            Admission::Guaranteed => side_by_side(len / layout.block_size(), most, samples),
             // Samples that do not fit side by side run one after the other.
             Admission::Overcommitted { .. } => u64::from(most),
         };
