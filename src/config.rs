@@ -5,7 +5,7 @@
 
 use crate::error::ConfigError;
 use crate::layout::{ArenaLayout, BlockLayout, MAX_ARENA_BYTES};
-use crate::model::{KvFormat, ModelShape, check_head_dim};
+use crate::model::{KvFormat, ModelShape};
 use crate::reach::{Reach, Stack};
 
 /// Block size where nothing else is asked for, in tokens.
@@ -27,13 +27,14 @@ enum Sizing {
 ///
 /// ```
 /// # use paged_kv::{CacheConfig, KvType, ModelShape};
-/// let shape = ModelShape { num_layers: 30, num_query_heads: 9, num_kv_heads: 3, head_dim: 64 };
+/// // Layers, query heads, KV heads, head size.
+/// let shape = ModelShape::new(30, 9, 3, 64);
 /// let cache = CacheConfig::for_bytes(512 << 20, &shape, KvType::F16)?;
 /// assert_eq!(cache.bytes_per_token(), 30 * 3 * (64 + 64) * 2);
 /// assert!(cache.bytes_total() <= 512 << 20);
 /// # Ok::<(), paged_kv::ConfigError>(())
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct CacheConfig {
     sizing: Sizing,
     layout: BlockLayout,
@@ -85,21 +86,10 @@ impl CacheConfig {
     }
 
     fn sized(sizing: Sizing, shape: &ModelShape, format: KvFormat) -> Result<Self, ConfigError> {
-        shape.check()?;
-        let v_head_dim = format.v_head_dim.unwrap_or(shape.head_dim);
-        check_head_dim(v_head_dim)?;
+        let layout = BlockLayout::new(shape, format, DEFAULT_BLOCK_SIZE)?;
         let max_sequences = match sizing {
             Sizing::Context { chats, .. } => chats.max(DEFAULT_MAX_SEQUENCES),
             _ => DEFAULT_MAX_SEQUENCES,
-        };
-        let layout = BlockLayout {
-            num_layers: shape.num_layers,
-            num_kv_heads: shape.num_kv_heads,
-            k_head_dim: shape.head_dim,
-            v_head_dim,
-            k_type: format.k_type,
-            v_type: format.v_type,
-            block_size: DEFAULT_BLOCK_SIZE,
         };
         Self {
             sizing,
@@ -119,7 +109,7 @@ impl CacheConfig {
     /// [`ConfigError::BlockSize`], [`ConfigError::Overflow`] when the bytes of the host pool exceed 2^64, or as the
     /// constructor.
     pub fn with_block_size(mut self, block_size: u32) -> Result<Self, ConfigError> {
-        self.layout.block_size = block_size;
+        self.layout = self.layout.with_block_size(block_size)?;
         self.resized()
     }
 
@@ -158,7 +148,6 @@ impl CacheConfig {
     }
 
     fn resized(mut self) -> Result<Self, ConfigError> {
-        self.layout.check()?;
         if self.max_sequences == 0 {
             return Err(ConfigError::Zero { field: "max_sequences" });
         }
@@ -166,7 +155,7 @@ impl CacheConfig {
             return Err(ConfigError::Zero { field: "max_sequence_tokens" });
         }
         let num_blocks = self.solve_num_blocks()?;
-        let slots = u64::from(num_blocks) * u64::from(self.layout.block_size);
+        let slots = u64::from(num_blocks) * u64::from(self.layout.block_size());
         if num_blocks == 0 {
             return Err(ConfigError::Zero { field: "num_blocks" });
         }
@@ -227,12 +216,12 @@ impl CacheConfig {
 
     /// The most tokens that the pool holds of one sequence.
     pub(crate) fn pool_tokens(&self) -> u32 {
-        self.num_blocks * self.layout.block_size
+        self.num_blocks * self.layout.block_size()
     }
 
     /// Stacks of layers, those that keep everything first.
     pub(crate) fn stacks(&self) -> Vec<Stack> {
-        vec![Stack { reach: Reach::All, block_size: self.layout.block_size }]
+        vec![Stack { reach: Reach::All, block_size: self.layout.block_size() }]
     }
 
     /// Blocks in the pool.
@@ -242,7 +231,7 @@ impl CacheConfig {
 
     /// Tokens per block, `P`.
     pub fn block_size(&self) -> u32 {
-        self.layout.block_size
+        self.layout.block_size()
     }
 
     /// Block tables, one per sequence that holds blocks.
@@ -263,7 +252,7 @@ impl CacheConfig {
     /// Bytes of keys and values per token, all layers.
     pub fn bytes_per_token(&self) -> u64 {
         let row_words = u64::from(self.layout.k_row_words()) + u64::from(self.layout.v_row_words());
-        u64::from(self.layout.num_layers) * u64::from(self.layout.num_kv_heads) * row_words * 4
+        u64::from(self.layout.num_layers()) * u64::from(self.layout.num_kv_heads()) * row_words * 4
     }
 
     /// Bytes of one block, all layers.
@@ -301,12 +290,12 @@ impl CacheConfig {
 
     /// Tokens that a sequence's last block leaves unused on average, `P / 2`.
     pub fn expected_waste_tokens(&self) -> u32 {
-        self.layout.block_size / 2
+        self.layout.block_size() / 2
     }
 
     /// Tokens that a sequence's last block leaves unused at most, `P - 1`.
     pub fn worst_waste_tokens(&self) -> u32 {
-        self.layout.block_size - 1
+        self.layout.block_size() - 1
     }
 
     /// Splits the layers into arenas of at most `max_arena_bytes` (and at most 2 GiB - 4).
@@ -317,7 +306,7 @@ impl CacheConfig {
     pub fn arenas(&self, max_arena_bytes: u64) -> Result<ArenaLayout, ConfigError> {
         let max_bytes = max_arena_bytes.min(MAX_ARENA_BYTES);
         let layer_bytes = u64::from(self.num_blocks) * self.layout.layer_block_words() * 4;
-        let fitting = (max_bytes / layer_bytes).min(u64::from(self.layout.num_layers)) as u32;
+        let fitting = (max_bytes / layer_bytes).min(u64::from(self.layout.num_layers())) as u32;
         if fitting == 0 {
             return Err(ConfigError::LayerExceedsArena {
                 layer_bytes,
@@ -325,9 +314,9 @@ impl CacheConfig {
                 max_blocks: max_bytes / (self.layout.layer_block_words() * 4),
             });
         }
-        let num_arenas = self.layout.num_layers.div_ceil(fitting);
+        let num_arenas = self.layout.num_layers().div_ceil(fitting);
         // As many arenas as the largest group needs, filled evenly.
-        let layers_per_arena = self.layout.num_layers.div_ceil(num_arenas);
+        let layers_per_arena = self.layout.num_layers().div_ceil(num_arenas);
         ArenaLayout::new(self.layout, self.num_blocks, layers_per_arena)
     }
 
@@ -335,13 +324,13 @@ impl CacheConfig {
     pub fn fingerprint(&self) -> u64 {
         let layout = &self.layout;
         let words = [
-            layout.num_layers,
-            layout.num_kv_heads,
-            layout.k_head_dim,
-            layout.v_head_dim,
-            layout.k_type.bits(),
-            layout.v_type.bits(),
-            layout.block_size,
+            layout.num_layers(),
+            layout.num_kv_heads(),
+            layout.k_head_dim(),
+            layout.v_head_dim(),
+            layout.k_type().bits(),
+            layout.v_type().bits(),
+            layout.block_size(),
             self.num_blocks,
             self.max_sequences,
             self.table_entries(),

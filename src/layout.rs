@@ -1,7 +1,7 @@
 //! Where keys and values lie in a block, and blocks in an arena: the one place that computes an address.
 //!
-//! Nothing here knows how large a pool is wanted to be, wgpu, tokens or policy. The layout of a block is fixed here and
-//! mirrored once in `shaders/common/layout.wgsl`:
+//! Only checked constructors make a layout, so what it says of itself is right. Nothing here knows how large a pool is wanted
+//! to be, wgpu, tokens or policy. The layout of a block is fixed here and mirrored once in `shaders/common/layout.wgsl`:
 //!
 //! ```text
 //! arena (a group of consecutive layers)
@@ -14,7 +14,7 @@
 //! A block is one contiguous range per arena, keys precede values as one run, and a row of one head is contiguous.
 
 use crate::error::ConfigError;
-use crate::model::{KvType, check_head_dim};
+use crate::model::{KvFormat, KvType, ModelShape, check_head_dim};
 
 /// Largest block size, in tokens.
 pub const MAX_BLOCK_SIZE: u32 = 4096;
@@ -23,31 +23,101 @@ pub const MAX_ARENA_BYTES: u64 = (2 << 30) - 4;
 
 /// What a block holds: shapes, types and block size, and from them sizes and offsets in `u32` words.
 ///
-/// A [`CacheConfig`](crate::CacheConfig) makes and checks it. Of a copy whose fields were set to what a configuration refuses, sizes mean
-/// nothing, and may panic; an [`ArenaLayout`] refuses it.
+/// A [`CacheConfig`](crate::CacheConfig) makes and checks it: the sizes of a layout are within their types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
 pub struct BlockLayout {
-    /// Layers.
-    pub num_layers: u32,
-    /// Key and value heads per layer.
-    pub num_kv_heads: u32,
-    /// Elements of a key head.
-    pub k_head_dim: u32,
-    /// Elements of a value head.
-    pub v_head_dim: u32,
-    /// Element type of keys.
-    pub k_type: KvType,
-    /// Element type of values.
-    pub v_type: KvType,
-    /// Tokens per block, a power of two.
-    pub block_size: u32,
+    num_layers: u32,
+    num_kv_heads: u32,
+    k_head_dim: u32,
+    v_head_dim: u32,
+    k_type: KvType,
+    v_type: KvType,
+    block_size: u32,
 }
 
 impl BlockLayout {
+    /// Blocks of `block_size` tokens for a model of `shape`, stored as `format` says.
+    ///
+    /// # Errors
+    /// [`ConfigError`] when the shape, the size of a value head or the block size is not supported, or the bytes of a block
+    /// exceed 2^64.
+    pub(crate) fn new(shape: &ModelShape, format: KvFormat, block_size: u32) -> Result<Self, ConfigError> {
+        shape.check()?;
+        let KvFormat { k_type, v_type, v_head_dim } = format;
+        let v_head_dim = v_head_dim.unwrap_or(shape.head_dim());
+        check_head_dim(v_head_dim)?;
+        Self {
+            num_layers: shape.num_layers(),
+            num_kv_heads: shape.num_kv_heads(),
+            k_head_dim: shape.head_dim(),
+            v_head_dim,
+            k_type,
+            v_type,
+            block_size,
+        }
+        .checked()
+    }
+
+    /// The same in blocks of `block_size` tokens.
+    ///
+    /// # Errors
+    /// [`ConfigError::BlockSize`], or [`ConfigError::Overflow`] when the bytes of a block exceed 2^64.
+    pub(crate) fn with_block_size(self, block_size: u32) -> Result<Self, ConfigError> {
+        Self { block_size, ..self }.checked()
+    }
+
+    fn checked(self) -> Result<Self, ConfigError> {
+        let block_size = self.block_size;
+        if !block_size.is_power_of_two() || block_size > MAX_BLOCK_SIZE {
+            return Err(ConfigError::BlockSize { block_size, max: MAX_BLOCK_SIZE });
+        }
+        let words = u64::from(self.num_layers).checked_mul(self.layer_block_words());
+        let bytes = words.and_then(|words| words.checked_mul(4));
+        bytes.map(|_| self).ok_or(ConfigError::Overflow { what: "bytes of a block" })
+    }
+
+    /// Layers.
+    pub fn num_layers(&self) -> u32 {
+        self.num_layers
+    }
+
+    /// Key and value heads per layer.
+    pub fn num_kv_heads(&self) -> u32 {
+        self.num_kv_heads
+    }
+
+    /// Elements of a key head.
+    pub fn k_head_dim(&self) -> u32 {
+        self.k_head_dim
+    }
+
+    /// Elements of a value head.
+    pub fn v_head_dim(&self) -> u32 {
+        self.v_head_dim
+    }
+
+    /// Element type of keys.
+    pub fn k_type(&self) -> KvType {
+        self.k_type
+    }
+
+    /// Element type of values.
+    pub fn v_type(&self) -> KvType {
+        self.v_type
+    }
+
+    /// Tokens per block, a power of two.
+    #[inline]
+    pub fn block_size(&self) -> u32 {
+        self.block_size
+    }
+
     /// Blocks that hold `tokens` tokens.
+    #[inline]
     pub fn blocks_for(&self, tokens: u32) -> u32 {
-        tokens.div_ceil(self.block_size)
+        // A shift, for a block size is a power of two: every step asks this of every sequence.
+        let full_blocks = tokens >> self.block_size.trailing_zeros();
+        full_blocks + u32::from(tokens & (self.block_size - 1) != 0)
     }
 
     /// Words of one key row of one head.
@@ -76,30 +146,9 @@ impl BlockLayout {
     }
 
     /// Bytes of a block, all layers.
-    ///
-    /// # Panics
-    /// When they exceed 2^64: a configuration refuses such a layout.
     pub fn block_bytes(&self) -> u64 {
-        self.checked_block_bytes().expect("a configuration refuses blocks of more than 2^64 bytes")
-    }
-
-    pub(crate) fn check(&self) -> Result<(), ConfigError> {
-        for (field, value) in [("num_layers", self.num_layers), ("num_kv_heads", self.num_kv_heads)] {
-            if value == 0 {
-                return Err(ConfigError::Zero { field });
-            }
-        }
-        check_head_dim(self.k_head_dim)?;
-        check_head_dim(self.v_head_dim)?;
-        let block_size = self.block_size;
-        if !block_size.is_power_of_two() || block_size > MAX_BLOCK_SIZE {
-            return Err(ConfigError::BlockSize { block_size, max: MAX_BLOCK_SIZE });
-        }
-        self.checked_block_bytes().map(drop).ok_or(ConfigError::Overflow { what: "bytes of a block" })
-    }
-
-    pub(crate) fn checked_block_bytes(&self) -> Option<u64> {
-        u64::from(self.num_layers).checked_mul(self.layer_block_words())?.checked_mul(4)
+        // Checked when the layout was made.
+        u64::from(self.num_layers) * self.layer_block_words() * 4
     }
 }
 
@@ -114,14 +163,10 @@ pub enum KvPart {
 
 /// The pool cut into arenas: groups of consecutive layers, one storage buffer each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
 pub struct ArenaLayout {
-    /// What a block holds.
-    pub block: BlockLayout,
-    /// Blocks in every arena.
-    pub num_blocks: u32,
-    /// Layers in every arena but perhaps the last, which has the rest.
-    pub layers_per_arena: u32,
+    block: BlockLayout,
+    num_blocks: u32,
+    layers_per_arena: u32,
 }
 
 impl ArenaLayout {
@@ -129,10 +174,8 @@ impl ArenaLayout {
     /// device can hold.
     ///
     /// # Errors
-    /// [`ConfigError::Zero`] without blocks or layers, [`ConfigError::Overflow`] when an arena's bytes exceed 2^64, and
-    /// whatever a configuration says of `block`.
+    /// [`ConfigError::Zero`] without blocks or layers, [`ConfigError::Overflow`] when an arena's bytes exceed 2^64.
     pub fn new(block: BlockLayout, num_blocks: u32, layers_per_arena: u32) -> Result<Self, ConfigError> {
-        block.check()?;
         for (field, value) in [("num_blocks", num_blocks), ("layers_per_arena", layers_per_arena)] {
             if value == 0 {
                 return Err(ConfigError::Zero { field });
@@ -144,6 +187,21 @@ impl ArenaLayout {
             .and_then(|bytes| bytes.checked_mul(u64::from(num_blocks)))
             .ok_or(ConfigError::Overflow { what: "bytes of an arena" })?;
         Ok(Self { block, num_blocks, layers_per_arena })
+    }
+
+    /// What a block holds.
+    pub fn block(&self) -> &BlockLayout {
+        &self.block
+    }
+
+    /// Blocks in every arena.
+    pub fn num_blocks(&self) -> u32 {
+        self.num_blocks
+    }
+
+    /// Layers in every arena but perhaps the last, which has the rest.
+    pub fn layers_per_arena(&self) -> u32 {
+        self.layers_per_arena
     }
 
     /// Number of arenas.

@@ -10,20 +10,44 @@ use std::fmt;
 pub const MAX_HEAD_DIM: u32 = 256;
 
 /// The attention shape of a model, as its own description gives it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ModelShape {
-    /// Transformer layers that have a key-value cache.
-    pub num_layers: u32,
-    /// Query heads per layer; a multiple of `num_kv_heads`.
-    pub num_query_heads: u32,
-    /// Key and value heads per layer.
-    pub num_kv_heads: u32,
-    /// Elements of a query and key head; a multiple of 8, from 8 to 256. Value heads have the same size unless
-    /// [`KvFormat::with_v_head_dim`] says otherwise.
-    pub head_dim: u32,
+    num_layers: u32,
+    num_query_heads: u32,
+    num_kv_heads: u32,
+    head_dim: u32,
 }
 
 impl ModelShape {
+    /// `num_layers` layers that have a key-value cache, each of `num_query_heads` query heads and `num_kv_heads` key and
+    /// value heads, whose query and key heads have `head_dim` elements.
+    ///
+    /// Nothing is checked here: a [`CacheConfig`](crate::CacheConfig) refuses a shape that has a zero, query heads that are
+    /// no multiple of the kv heads, or a head size that is no multiple of 8 from 8 to [`MAX_HEAD_DIM`].
+    pub const fn new(num_layers: u32, num_query_heads: u32, num_kv_heads: u32, head_dim: u32) -> Self {
+        Self { num_layers, num_query_heads, num_kv_heads, head_dim }
+    }
+
+    /// Transformer layers that have a key-value cache.
+    pub fn num_layers(&self) -> u32 {
+        self.num_layers
+    }
+
+    /// Query heads per layer.
+    pub fn num_query_heads(&self) -> u32 {
+        self.num_query_heads
+    }
+
+    /// Key and value heads per layer.
+    pub fn num_kv_heads(&self) -> u32 {
+        self.num_kv_heads
+    }
+
+    /// Elements of a query and key head. Value heads have the same size unless [`KvFormat::with_v_head_dim`] says otherwise.
+    pub fn head_dim(&self) -> u32 {
+        self.head_dim
+    }
+
     /// Query heads that read one kv head.
     ///
     /// # Panics

@@ -80,7 +80,7 @@ mod tests {
     use crate::ids::{TableId, TokenId};
     use crate::model::{KvType, ModelShape};
 
-    const SHAPE: ModelShape = ModelShape { num_layers: 1, num_query_heads: 1, num_kv_heads: 1, head_dim: 8 };
+    const SHAPE: ModelShape = ModelShape::new(1, 1, 1, 8);
 
     /// One chain of `len` blocks of one token, and half as many again that branch off at its end.
     fn chain(len: u32, max_cached: Option<u32>) -> (KvCache, [TableId; 2]) {

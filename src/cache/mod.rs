@@ -80,7 +80,7 @@ pub struct BlockSwap {
 /// ```
 /// use paged_kv::{CacheConfig, KvCache, KvType, ModelShape, StepBuilder};
 ///
-/// let shape = ModelShape { num_layers: 2, num_query_heads: 4, num_kv_heads: 2, head_dim: 32 };
+/// let shape = ModelShape::new(2, 4, 2, 32);
 /// let mut cache = KvCache::new(CacheConfig::for_blocks(8, &shape, KvType::F16)?.with_block_size(4)?);
 /// let table = cache.create(20)?;
 ///
@@ -145,7 +145,6 @@ impl KvCache {
             nodes: NodeBlocks::new(&lanes, node_tokens),
             lanes,
             node_tokens,
-            config,
             instance: INSTANCES.fetch_add(1, Ordering::Relaxed),
             pool: BlockPool::new(config.num_blocks()),
             tables: (0..max_sequences).map(|_| BlockTable::default()).collect(),
@@ -153,6 +152,7 @@ impl KvCache {
             prefix: None,
             max_cached_blocks: 0,
             host: (config.host_blocks() > 0).then(|| HostPool::new(config.host_blocks())),
+            config,
             journal: Vec::new(),
             step_tables: Vec::new(),
             step_outs: Vec::new(),

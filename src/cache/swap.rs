@@ -366,7 +366,7 @@ mod tests {
     use crate::error::CacheError;
     use crate::model::{KvType, ModelShape};
 
-    const SHAPE: ModelShape = ModelShape { num_layers: 1, num_query_heads: 1, num_kv_heads: 1, head_dim: 8 };
+    const SHAPE: ModelShape = ModelShape::new(1, 1, 1, 8);
     const TABLES: u32 = 64;
 
     /// What `work` looks at.

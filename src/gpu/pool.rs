@@ -74,12 +74,12 @@ impl Pool {
         let transfers = Transfers::new(device, &cache, &arenas, options.staging_bytes, max_bytes);
         let mut pool = Self {
             id: next_instance(),
-            cache,
             arenas,
             memory,
             groups,
             slots: MetadataSlots::default(),
             checker: PlanChecker::new(&cache),
+            cache,
             ledger: Ledger::default(),
             split_config,
             transfers,

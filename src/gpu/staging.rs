@@ -226,7 +226,7 @@ mod tests {
 
     /// Arenas of two layers and one: 512 bytes of a block in the first, 256 in the second.
     fn layout(staging_bytes: u64) -> StagingLayout {
-        let shape = ModelShape { num_layers: 3, num_query_heads: 1, num_kv_heads: 1, head_dim: 8 };
+        let shape = ModelShape::new(3, 1, 1, 8);
         let config = CacheConfig::for_blocks(10, &shape, KvType::F32)
             .and_then(|config| config.with_block_size(4))
             .expect("a valid configuration");

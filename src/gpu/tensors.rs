@@ -77,10 +77,10 @@ impl Binder<'_> {
     pub(super) fn bind(&self, tensors: &LayerTensors<'_>) -> Result<BoundTensors, BindError> {
         let LayerTensors { query, key, value, output } = tensors;
         let block = &self.block;
-        let query_bytes = self.check("query", query, self.num_query_heads * block.k_head_dim)?;
-        let key_bytes = self.check("key", key, block.num_kv_heads * block.k_head_dim)?;
-        let value_bytes = self.check("value", value, block.num_kv_heads * block.v_head_dim)?;
-        let output_bytes = self.check("output", output, self.num_query_heads * block.v_head_dim)?;
+        let query_bytes = self.check("query", query, self.num_query_heads * block.k_head_dim())?;
+        let key_bytes = self.check("key", key, block.num_kv_heads() * block.k_head_dim())?;
+        let value_bytes = self.check("value", value, block.num_kv_heads() * block.v_head_dim())?;
+        let output_bytes = self.check("output", output, self.num_query_heads * block.v_head_dim())?;
         for (tensor, input) in [("query", query), ("key", key), ("value", value)] {
             if input.buffer == output.buffer {
                 return Err(BindError::OutputAliases { tensor });

@@ -22,7 +22,7 @@ pub struct AttentionInputs<'a> {
 impl<'a> AttentionInputs<'a> {
     /// Inputs with the usual scale, `1 / sqrt(k_head_dim)`.
     pub fn new(cache: &'a CpuCache, plan: &'a StepPlan, layer: u32, query: Rows<'a>) -> Self {
-        let scale = 1.0 / (cache.layout().block.k_head_dim as f32).sqrt();
+        let scale = 1.0 / (cache.layout().block().k_head_dim() as f32).sqrt();
         Self { cache, plan, layer, query, scale }
     }
 
@@ -37,7 +37,7 @@ impl<'a> AttentionInputs<'a> {
 
     /// The query of one head in one row.
     pub(super) fn query_of(&self, row: u32, head: u32) -> &'a [f32] {
-        let k_len = self.cache.layout().block.k_head_dim as usize;
+        let k_len = self.cache.layout().block().k_head_dim() as usize;
         let row = self.query.row(row as usize, k_len * self.cache.num_query_heads() as usize);
         &row[head as usize * k_len..][..k_len]
     }

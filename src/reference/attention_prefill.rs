@@ -23,15 +23,15 @@ pub fn attention_prefill(
     output: &mut RowsMut<'_>,
     partials: &mut RowsMut<'_>,
 ) {
-    let block = &inputs.cache.layout().block;
-    let v_len = block.v_head_dim as usize;
+    let block = &inputs.cache.layout().block();
+    let v_len = block.v_head_dim() as usize;
     let heads = inputs.cache.heads_per_kv_head();
     let mut softmax = OnlineSoftmax::new(inputs.cache);
     for item in items {
         let first_row = inputs.plan.query_starts()[item.sequence as usize];
         let (_, past) = inputs.rows_and_past(item.sequence);
         let table = inputs.table(item.sequence);
-        for kv_head in 0..block.num_kv_heads {
+        for kv_head in 0..block.num_kv_heads() {
             softmax.clear();
             for query in item.first_query..item.end_query {
                 let row = query / heads;

@@ -8,7 +8,7 @@ use crate::{
     PADDING_SLOT, PrefillItem, StackPlan, StepPlan, TableChange, WorkSplit,
 };
 
-const EIGHT: ModelShape = ModelShape { num_layers: 1, num_query_heads: 1, num_kv_heads: 1, head_dim: 8 };
+const EIGHT: ModelShape = ModelShape::new(1, 1, 1, 8);
 
 fn cache(shape: &ModelShape, format: impl Into<KvFormat>, block_size: u32, num_blocks: u32) -> CpuCache {
     let config = CacheConfig::for_blocks(num_blocks, shape, format)
@@ -40,8 +40,8 @@ fn plan(cache: &CpuCache, rows: u32, context: u32, table: &[u32]) -> StepPlan {
 }
 
 fn write_value(cache: &mut CpuCache, token: u32, table: &[u32], value: f32) {
-    let block_size = cache.layout().block.block_size;
-    let len = cache.layout().block.v_head_dim as usize;
+    let block_size = cache.layout().block().block_size();
+    let len = cache.layout().block().v_head_dim() as usize;
     let block = table[(token / block_size) as usize];
     cache.write_row(0, KvPart::V, block, 0, token % block_size, &vec![value; len]);
 }
@@ -154,7 +154,7 @@ fn b23_fewer_rows_than_slots_are_refused() {
 
 /// Four blocks of four tokens, block `i` filled with the word `i`.
 fn numbered_blocks() -> CpuCache {
-    let shape = ModelShape { num_layers: 64, ..EIGHT };
+    let shape = ModelShape::new(64, 1, 1, 8);
     let mut cache = cache(&shape, KvFormat::new(KvType::F16, KvType::F32), 4, 4);
     let words = cache.block_words();
     cache.words_mut().iter_mut().enumerate().for_each(|(index, word)| *word = (index / words) as u32);
@@ -202,7 +202,7 @@ fn parts_share_out_every_item_once_and_write_what_one_pass_writes() {
 
 /// With fixed spans decode rows are cut, without them chunks are cut, too.
 fn share_out(fixed_span_tokens: Option<u32>) {
-    let shape = ModelShape { num_query_heads: 6, num_kv_heads: 2, ..EIGHT };
+    let shape = ModelShape::new(1, 6, 2, 8);
     let mut cache = cache(&shape, KvType::F32, 4, 32);
     cache.words_mut().iter_mut().enumerate().for_each(|(index, word)| {
         *word = ((index as f32 * 0.37).sin()).to_bits();

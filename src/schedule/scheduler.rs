@@ -27,7 +27,7 @@ pub(super) type Index = usize;
 /// ```
 /// use paged_kv::{CacheConfig, KvType, ModelShape, Request, RowResult, Schedule, Scheduler, SchedulerConfig, StepEvent};
 ///
-/// let shape = ModelShape { num_layers: 2, num_query_heads: 4, num_kv_heads: 2, head_dim: 32 };
+/// let shape = ModelShape::new(2, 4, 2, 32);
 /// let cache = CacheConfig::for_context(64, 4, &shape, KvType::F16)?;
 /// let mut scheduler = Scheduler::new(SchedulerConfig::default(), cache)?;
 /// let chat = scheduler.add(Request::new([5, 6, 7]).max_new_tokens(2))?;

@@ -70,17 +70,17 @@ struct World {
 impl World {
     fn new(seed: u64) -> Self {
         let mut random = Random::new(seed);
-        let shape = ModelShape { num_layers: 2, num_query_heads: 4, num_kv_heads: 2, head_dim: 8 };
+        let shape = ModelShape::new(2, 4, 2, 8);
         let config = CacheConfig::for_blocks(random.below(2..20), &shape, KvType::F16).unwrap();
         let block_size = random.pick(&[1, 4, 16]);
         let config =
             config.with_block_size(block_size).and_then(|config| config.with_max_sequences(5)).unwrap();
         let config = config.with_host_blocks(random.below(0..8)).unwrap();
         Self {
-            schedulers: scheduler::Schedulers::new(&mut random, config),
-            caches: cache::Caches::new(config),
-            twins: twins::Twins::new(shape, config),
-            values: values::Values::new(shape, config),
+            schedulers: scheduler::Schedulers::new(&mut random, config.clone()),
+            caches: cache::Caches::new(config.clone()),
+            twins: twins::Twins::new(&shape, config.clone()),
+            values: values::Values::new(&shape, config.clone()),
             random,
             shape,
             config,
@@ -89,13 +89,12 @@ impl World {
     }
 
     fn renew(&mut self, part: Part) {
+        let config = self.config.clone();
         match part {
-            Part::Schedulers => {
-                self.schedulers = scheduler::Schedulers::new(&mut self.random, self.config);
-            }
-            Part::Caches => self.caches = cache::Caches::new(self.config),
-            Part::Twins => self.twins = twins::Twins::new(self.shape, self.config),
-            Part::Values => self.values = values::Values::new(self.shape, self.config),
+            Part::Schedulers => self.schedulers = scheduler::Schedulers::new(&mut self.random, config),
+            Part::Caches => self.caches = cache::Caches::new(config),
+            Part::Twins => self.twins = twins::Twins::new(&self.shape, config),
+            Part::Values => self.values = values::Values::new(&self.shape, config),
         }
     }
 

@@ -10,7 +10,7 @@ use crate::{BlockCopy, KvCache};
 
 /// Twelve blocks of four tokens, tables of 24 tokens, three of them.
 fn config() -> CacheConfig {
-    let shape = ModelShape { num_layers: 1, num_query_heads: 1, num_kv_heads: 1, head_dim: 8 };
+    let shape = ModelShape::new(1, 1, 1, 8);
     CacheConfig::for_blocks(12, &shape, KvType::F16)
         .and_then(|config| config.with_block_size(4))
         .and_then(|config| config.with_max_sequences(3))

@@ -39,7 +39,7 @@ fn config(random: &mut Random, cache: &CacheConfig) -> SchedulerConfig {
 impl Schedulers {
     pub(super) fn new(random: &mut Random, cache: CacheConfig) -> Self {
         let config = config(random, &cache);
-        let [own, other] = [(); 2].map(|()| Scheduler::new(config, cache).unwrap());
+        let [own, other] = [(); 2].map(|()| Scheduler::new(config, cache.clone()).unwrap());
         Self {
             own,
             other,
@@ -106,7 +106,7 @@ fn new(world: &mut World) {
         ageing_steps: world.number(),
         ..SchedulerConfig::default()
     };
-    let made = Scheduler::new(config, *world.schedulers.own.cache().config());
+    let made = Scheduler::new(config, world.schedulers.own.cache().config().clone());
     let Some(mut scheduler) = world.judge("Scheduler::new", made) else { return };
     // What it takes, it can work with.
     for _ in 0..4 {

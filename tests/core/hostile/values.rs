@@ -8,14 +8,13 @@ use paged_kv::{
 
 pub(super) struct Values {
     config: CacheConfig,
-    layout: BlockLayout,
     arenas: ArenaLayout,
 }
 
 impl Values {
-    pub(super) fn new(shape: ModelShape, config: CacheConfig) -> Self {
-        assert_eq!(config.layout().num_layers, shape.num_layers);
-        Self { config, layout: *config.layout(), arenas: config.arenas(u64::MAX).unwrap() }
+    pub(super) fn new(shape: &ModelShape, config: CacheConfig) -> Self {
+        assert_eq!(config.layout().num_layers(), shape.num_layers());
+        Self { arenas: config.arenas(u64::MAX).unwrap(), config }
     }
 }
 
@@ -30,19 +29,14 @@ impl World {
         if self.random.chance(60) {
             let num_kv_heads = 1 << self.random.below(0..16);
             let num_query_heads = num_kv_heads * 2;
-            let shape = ModelShape {
-                num_layers: 1 << self.random.below(0..31),
-                num_query_heads,
-                num_kv_heads,
-                head_dim: 256,
-            };
+            let shape = ModelShape::new(1 << self.random.below(0..31), num_query_heads, num_kv_heads, 256);
             return (shape, KvType::F32.into());
         }
         let head_dim = if self.random.chance(50) { 8 * self.random.below(1..33) } else { self.number() };
         let num_kv_heads = self.number();
         let num_query_heads =
             if self.random.chance(70) { num_kv_heads.wrapping_mul(2) } else { self.number() };
-        let shape = ModelShape { num_layers: self.number(), num_query_heads, num_kv_heads, head_dim };
+        let shape = ModelShape::new(self.number(), num_query_heads, num_kv_heads, head_dim);
         let types = [KvType::F32, KvType::F16];
         let format = KvFormat::new(self.random.pick(&types), self.random.pick(&types));
         (shape, if self.random.chance(30) { format.with_v_head_dim(self.number()) } else { format })
@@ -71,25 +65,25 @@ fn for_blocks(world: &mut World) {
 
 fn with_block_size(world: &mut World) {
     let size = world.number();
-    let changed = world.values.config.with_block_size(size);
+    let changed = world.values.config.clone().with_block_size(size);
     world.take_config("CacheConfig::with_block_size", changed);
 }
 
 fn with_max_sequences(world: &mut World) {
     let number = world.number();
-    let changed = world.values.config.with_max_sequences(number);
+    let changed = world.values.config.clone().with_max_sequences(number);
     world.take_config("CacheConfig::with_max_sequences", changed);
 }
 
 fn with_max_sequence_tokens(world: &mut World) {
     let number = world.number();
-    let changed = world.values.config.with_max_sequence_tokens(number);
+    let changed = world.values.config.clone().with_max_sequence_tokens(number);
     world.take_config("CacheConfig::with_max_sequence_tokens", changed);
 }
 
 fn with_host_blocks(world: &mut World) {
     let number = world.number();
-    let changed = world.values.config.with_host_blocks(number);
+    let changed = world.values.config.clone().with_host_blocks(number);
     world.take_config("CacheConfig::with_host_blocks", changed);
 }
 
@@ -123,12 +117,21 @@ fn arenas(world: &mut World) {
 }
 
 fn block_layout(world: &mut World) -> BlockLayout {
-    world.values.layout
+    *world.values.config.layout()
+}
+
+fn ask_layout(world: &mut World) {
+    let layout = block_layout(world);
+    let config = &world.values.config;
+    let heads = u64::from(layout.num_layers()) * u64::from(layout.num_kv_heads());
+    let bits = layout.k_head_dim() * layout.k_type().bits() + layout.v_head_dim() * layout.v_type().bits();
+    assert_eq!(config.bytes_per_token(), heads * u64::from(bits / 8));
+    assert_eq!(config.block_size(), layout.block_size());
 }
 
 fn blocks_for(world: &mut World) {
     let (layout, tokens) = (block_layout(world), world.number());
-    layout.blocks_for(tokens);
+    assert_eq!(layout.blocks_for(tokens), tokens.div_ceil(layout.block_size()));
 }
 
 fn words(world: &mut World, count: fn(&BlockLayout) -> u64) {
@@ -140,8 +143,14 @@ fn arena_layout(world: &mut World) -> ArenaLayout {
     world.values.arenas
 }
 
+fn ask_arenas(world: &mut World) {
+    let layout = arena_layout(world);
+    assert!(layout.num_blocks() > 0 && layout.layers_per_arena() > 0);
+    assert!(layout.layers_per_arena() <= layout.block().num_layers());
+}
+
 fn new_arenas(world: &mut World) {
-    let (block, num_blocks, layers) = (world.values.layout, world.number(), world.number());
+    let (block, num_blocks, layers) = (block_layout(world), world.number(), world.number());
     let made = ArenaLayout::new(block, num_blocks, layers);
     if let Some(arenas) = world.judge("ArenaLayout::new", made) {
         assert_eq!(arenas.arena_bytes(0), 4 * u64::from(num_blocks) * arenas.block_stride_words(0));
@@ -160,6 +169,13 @@ fn row_word(world: &mut World) {
     let word = layout.row_word(layer, part, block, kv_head, slot);
     let (arena, _) = layout.arena_of(layer);
     assert!(word * 4 < layout.arena_bytes(arena), "an address beyond its arena");
+}
+
+fn new_shape(world: &mut World) {
+    let [layers, query_heads, kv_heads, head_dim] = [(); 4].map(|()| world.number());
+    let shape = ModelShape::new(layers, query_heads, kv_heads, head_dim);
+    let told = [shape.num_layers(), shape.num_query_heads(), shape.num_kv_heads(), shape.head_dim()];
+    assert_eq!(told, [layers, query_heads, kv_heads, head_dim]);
 }
 
 fn shape(world: &mut World) {
@@ -188,7 +204,7 @@ fn new_block(world: &mut World) {
 }
 
 fn table_row(world: &mut World) {
-    let config = *world.twins.cache.config();
+    let config = world.twins.cache.config();
     let row = world.twins.table.row();
     assert!(row < config.max_sequences());
 }
@@ -217,6 +233,13 @@ pub(super) const CALLS: &[(&str, Call)] = &[
     ("CacheConfig::worst_waste_tokens", ask_config),
     ("CacheConfig::fingerprint", ask_config),
     ("CacheConfig::arenas", arenas),
+    ("BlockLayout::num_layers", ask_layout),
+    ("BlockLayout::num_kv_heads", ask_layout),
+    ("BlockLayout::k_head_dim", ask_layout),
+    ("BlockLayout::v_head_dim", ask_layout),
+    ("BlockLayout::k_type", ask_layout),
+    ("BlockLayout::v_type", ask_layout),
+    ("BlockLayout::block_size", ask_layout),
     ("BlockLayout::blocks_for", blocks_for),
     ("BlockLayout::k_row_words", |world| words(world, |layout| layout.k_row_words().into())),
     ("BlockLayout::v_row_words", |world| words(world, |layout| layout.v_row_words().into())),
@@ -225,12 +248,20 @@ pub(super) const CALLS: &[(&str, Call)] = &[
     ("BlockLayout::layer_block_words", |world| words(world, BlockLayout::layer_block_words)),
     ("BlockLayout::block_bytes", |world| words(world, BlockLayout::block_bytes)),
     ("ArenaLayout::new", new_arenas),
+    ("ArenaLayout::block", ask_arenas),
+    ("ArenaLayout::num_blocks", ask_arenas),
+    ("ArenaLayout::layers_per_arena", ask_arenas),
     ("ArenaLayout::num_arenas", |world| arena(world, |layout, _| layout.num_arenas().into())),
     ("ArenaLayout::arena_of", |world| arena(world, |layout, layer| layout.arena_of(layer).0.into())),
     ("ArenaLayout::layers_in", |world| arena(world, |layout, arena| layout.layers_in(arena).into())),
     ("ArenaLayout::block_stride_words", |world| arena(world, ArenaLayout::block_stride_words)),
     ("ArenaLayout::arena_bytes", |world| arena(world, ArenaLayout::arena_bytes)),
     ("ArenaLayout::row_word", row_word),
+    ("ModelShape::new", new_shape),
+    ("ModelShape::num_layers", new_shape),
+    ("ModelShape::num_query_heads", new_shape),
+    ("ModelShape::num_kv_heads", new_shape),
+    ("ModelShape::head_dim", new_shape),
     ("ModelShape::heads_per_kv_head", shape),
     ("KvFormat::new", for_blocks),
     ("KvFormat::with_v_head_dim", for_bytes),
