@@ -9,8 +9,8 @@
 
 use crate::error::RequestError;
 use crate::schedule::blocks;
-use crate::schedule::preempt::MAX_STEPS_IN_TRANSFER;
 use crate::schedule::request::{Admission, Priority};
+use crate::schedule::residency::MAX_STEPS_IN_TRANSFER;
 use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::{Sequence, State};
 

@@ -16,6 +16,7 @@ mod prefix;
 mod promise;
 mod records;
 mod request;
+mod residency;
 mod room;
 mod scheduler;
 mod sequence;

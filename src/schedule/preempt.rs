@@ -1,52 +1,21 @@
 //! Preemption: how a sequence loses its blocks, and how it gets them back.
 //!
-//! A victim is swapped out, its blocks moved to the host pool by the outstanding step, or its blocks are given up and its
+//! As `residency` says, a victim is swapped out, its blocks moved to the host pool by the outstanding step, or its blocks are given up and its
 //! tokens computed again. In the queue it keeps its place. A step that is dropped takes what it moved with it: then the
 //! tokens are computed again.
 
 use crate::ids::{SequenceId, TableId};
 use crate::schedule::blocks;
-use crate::schedule::request::{
-    Preemption, PreemptionMode, PreemptionReason, PrefixReport, Rates, StepEvent,
-};
+use crate::schedule::request::{Preemption, PreemptionReason, PrefixReport, Rates, StepEvent};
+use crate::schedule::residency::Cost;
 use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::State;
 use crate::schedule::step_plan::TransferReport;
 
-/// Steps whose transfers may be under way at a time. More means that nobody collects them, and the device part keeps
-/// staging memory for each.
-pub(super) const MAX_STEPS_IN_TRANSFER: usize = 4;
-
-/// How much of what victims had computed the prefix cache still had when they came back, lately.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct FoundAgain {
-    found: u64,
-    wanted: u64,
-}
-
-impl FoundAgain {
-    /// Tokens after which what was seen before counts half.
-    const MEMORY: u64 = 1 << 16;
-
-    pub(super) fn note(&mut self, found: u32, wanted: u32) {
-        self.found += u64::from(found.min(wanted));
-        self.wanted += u64::from(wanted);
-        if self.wanted > Self::MEMORY {
-            (self.found, self.wanted) = (self.found / 2, self.wanted / 2);
-        }
-    }
-
-    /// From 0 to 1; 0 where nothing is known.
-    fn rate(self) -> f64 {
-        self.found as f64 / self.wanted.max(1) as f64
-    }
-}
-
 impl Scheduler {
     /// How fast the machine is, for [`PreemptionMode::Auto`]. Rates that are not positive count as not known.
     pub fn set_rates(&mut self, rates: Rates) {
-        let known = rates.swap_bytes_per_s > 0.0 && rates.prefill_tokens_per_s > 0.0;
-        self.rates = known.then_some(rates);
+        self.residency.set_rates(rates);
     }
 
     /// Takes note of transfers that the device part is done with (`PagedAttention::poll_transfers`): blocks that have
@@ -135,27 +104,15 @@ impl Scheduler {
 
     /// Whether a victim is swapped out, and why or why not.
     fn prefers_swap(&mut self, index: Index, spared: Option<TableId>) -> (bool, PreemptionReason) {
-        let mode = self.config.preemption;
-        if mode == PreemptionMode::Recompute {
+        if !self.residency.may_swap() {
             return (false, PreemptionReason::Configured);
         }
-        let Some(table) = self.get(index).table else { return (false, PreemptionReason::NothingToMove) };
-        let needed = self.cache.swappable_blocks(table, spared);
-        if needed == 0 {
-            return (false, PreemptionReason::NothingToMove);
-        }
-        let steps = self.cache.num_transfers();
-        if steps >= MAX_STEPS_IN_TRANSFER {
-            return (false, PreemptionReason::TransfersPending { steps });
-        }
-        let why = match (mode, self.rates) {
-            (PreemptionMode::Auto, Some(rates)) => self.compare(index, needed, rates),
-            (PreemptionMode::Auto, None) => PreemptionReason::NoRates,
-            _ => PreemptionReason::Configured,
-        };
-        if matches!(why, PreemptionReason::Rates { swap_s, recompute_s } if recompute_s < swap_s) {
+        let cost = self.cost_of(index, spared);
+        let (swap, why) = self.residency.prefers_swap(&cost);
+        if !swap {
             return (false, why);
         }
+        let needed = cost.blocks;
         if self.get(index).state == State::Running {
             self.make_host_room(needed, index);
         }
@@ -166,21 +123,17 @@ impl Scheduler {
         (true, why)
     }
 
-    /// Seconds that a victim costs either way.
-    fn compare(&self, index: Index, moved: u32, rates: Rates) -> PreemptionReason {
-        let config = self.cache.config();
-        let bytes = 2.0 * f64::from(moved) * config.bytes_per_block() as f64;
-        let computed = self.get(index).computed;
-        // What stays shared need not be computed again where it can be found, nor what is found again as a rule.
-        let found = if self.cache.has_prefix_cache() {
-            let shared = blocks::tokens_staying(&self.cache, self.get(index), moved);
-            shared.max((f64::from(computed) * self.found_again.rate()) as u32)
-        } else {
-            0
-        };
-        PreemptionReason::Rates {
-            swap_s: bytes / rates.swap_bytes_per_s,
-            recompute_s: f64::from(computed.saturating_sub(found)) / rates.prefill_tokens_per_s,
+    /// What a victim costs, moved or computed again.
+    fn cost_of(&self, index: Index, spared: Option<TableId>) -> Cost {
+        let (config, sequence) = (self.cache.config(), self.get(index));
+        let blocks = sequence.table.map_or(0, |table| self.cache.swappable_blocks(table, spared));
+        let shared = || blocks::tokens_staying(&self.cache, sequence, blocks);
+        Cost {
+            blocks,
+            block_bytes: config.bytes_per_block(),
+            computed: sequence.computed,
+            findable: self.cache.has_prefix_cache().then(shared),
+            steps_in_transfer: self.cache.num_transfers(),
         }
     }
 
@@ -188,21 +141,20 @@ impl Scheduler {
     /// better computed again.
     pub(super) fn reconsider_return(&mut self, index: Index) {
         let blocks = blocks::returning(&self.cache, self.get(index));
-        let (PreemptionMode::Auto, Some(rates), true) = (self.config.preemption, self.rates, blocks > 0)
-        else {
+        if blocks == 0 || !self.residency.reconsiders() {
             return;
-        };
+        }
         let Some(sequence) = self.records[index].as_mut() else { return };
         self.cache.extend_hashes(&sequence.namespace, &sequence.tokens, &mut sequence.hashes);
         let found = &mut self.matched.found;
         self.cache.find_match(&sequence.namespace, &sequence.tokens, &sequence.hashes, found);
         let tokens = sequence.computed.saturating_sub(found.num_tokens);
-        let bytes = f64::from(blocks) * self.cache.config().bytes_per_block() as f64;
-        if bytes / rates.swap_bytes_per_s > f64::from(tokens) / rates.prefill_tokens_per_s {
-            self.release_table(index);
-        } else {
+        let block_bytes = self.cache.config().bytes_per_block();
+        if self.residency.prefers_return(blocks, block_bytes, tokens) {
             let computed = self.get(index).computed;
-            self.found_again.note(computed - tokens, computed);
+            self.residency.note_found_again(computed - tokens, computed);
+        } else {
+            self.release_table(index);
         }
     }
 

@@ -73,7 +73,7 @@ impl Scheduler {
         sequence.confirmed = cached;
         let again = sequence.was_let_in;
         if sequence.preemptions > 0 {
-            self.found_again.note(cached, sequence.high_water);
+            self.residency.note_found_again(cached, sequence.high_water);
         }
         sequence.high_water = sequence.high_water.max(cached);
         sequence.adopted_nodes = found.num_nodes();

@@ -12,9 +12,9 @@ use crate::ids::{RequestId, SequenceId, TokenId};
 use crate::schedule::events::Events;
 use crate::schedule::ledger::Ledger;
 use crate::schedule::line::Line;
-use crate::schedule::preempt::FoundAgain;
 use crate::schedule::prefix::Matched;
-use crate::schedule::request::{Admission, Priority, Rates, Request, SchedulerConfig, SchedulerStats};
+use crate::schedule::request::{Admission, Priority, Request, SchedulerConfig, SchedulerStats};
+use crate::schedule::residency::Residency;
 use crate::schedule::sequence::{Counted, PendingFork, Place, Sequence, State};
 use crate::schedule::step_plan::StepPlan;
 use std::collections::BTreeMap;
@@ -71,8 +71,7 @@ pub struct Scheduler {
     pub(super) events: Events,
     /// What the prefix cache has for the sequence at the door.
     pub(super) matched: Matched,
-    pub(super) rates: Option<Rates>,
-    pub(super) found_again: FoundAgain,
+    pub(super) residency: Residency,
     /// The step that is planned has no rows yet, and nobody finds room by usual means.
     pub(super) last_resort: bool,
     /// The sequence that the last step left outside, and what had been given up by then: until more is, no other is let in.
@@ -120,8 +119,7 @@ impl Scheduler {
             shares: Vec::new(),
             events: Events::default(),
             matched: Matched::default(),
-            rates: None,
-            found_again: FoundAgain::default(),
+            residency: Residency::new(config.preemption),
             last_resort: false,
             closed_at: None,
             resume_at: None,
