@@ -21,13 +21,14 @@ mod model;
 mod reach;
 pub mod reference;
 mod schedule;
+mod stacks;
 
 pub use cache::{BlockCopy, BlockState, BlockSwap, CacheStats, KvCache, MissReason, Namespace, Retention};
 pub use config::{CacheConfig, DEFAULT_BLOCK_SIZE, DEFAULT_MAX_SEQUENCES};
 pub use error::{CacheError, CommitError, ConfigError, Error, PlanTextError, PlanTextFault, RequestError};
 pub use ids::{BlockId, PADDING_SLOT, RequestId, SequenceId, StepId, TableId, TokenId};
 pub use layout::{ArenaLayout, BlockLayout, KvPart, MAX_ARENA_BYTES, MAX_BLOCK_SIZE};
-pub use model::{KvFormat, KvType, MAX_HEAD_DIM, ModelShape};
+pub use model::{KvFormat, KvType, LayerGroup, MAX_HEAD_DIM, ModelShape};
 pub use reach::Reach;
 pub use schedule::{
     Admission, DIRECT, DecodeItem, DuplicatePrompts, FinishReason, LogitRow, MergeItem, MissCounts,
@@ -36,6 +37,8 @@ pub use schedule::{
     SequenceStatus, SplitConfig, StackPlan, StepBuilder, StepEvent, StepPlan, TableChange, TransferReport,
     VictimPolicy, WaitReason, WorkSplit,
 };
+
+pub use stacks::{GroupLayout, MAX_PADDING_PERCENT};
 
 #[cfg(feature = "faults")]
 #[doc(hidden)]

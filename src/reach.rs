@@ -81,6 +81,15 @@ impl Reach {
         first + u32::try_from(most).unwrap_or(u32::MAX).min(all - first)
     }
 
+    /// What tells it from every other one.
+    pub(crate) fn words(self) -> [u32; 3] {
+        match self {
+            Self::All => [0; 3],
+            Self::Window { tokens, first } => [1, tokens, first],
+            Self::Chunk { tokens } => [2, tokens, 0],
+        }
+    }
+
     /// Whether what a sequence has of its beginning stays for as long as it lives.
     pub fn is_all(self) -> bool {
         self == Self::All

@@ -158,12 +158,16 @@ impl FromStr for StepPlan {
         plan.query_starts = reader.array("query_starts", number)?;
         plan.context_lens = reader.array("context_lens", number)?;
         plan.table_rows = reader.array("table_rows", number)?;
-        plan.stacks.push(reader.changes(slot_mapping)?);
+        let first = reader.changes(slot_mapping)?;
+        // A plan that no cache has made has no stacks.
+        if plan.step.0 > 0 || first != StackPlan::default() {
+            plan.stacks.push(first);
+        }
         plan.swap_outs = reader.array("swap_outs", swap)?;
         plan.swap_ins = reader.array("swap_ins", swap)?;
         plan.block_copies = reader.array("block_copies", copy)?;
         plan.logit_rows = reader.array("logit_rows", logit_row)?;
-        while !reader.ends_or_exactly("end", &format!("stack {}", plan.stacks.len()))? {
+        while !reader.ends_or_exactly("end", &format!("stack {}", plan.stacks.len().max(1)))? {
             let slot_mapping = reader.array("slot_mapping", slot)?;
             plan.stacks.push(reader.changes(slot_mapping)?);
         }

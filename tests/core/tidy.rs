@@ -27,7 +27,7 @@ pub(crate) fn sources(folder: &str) -> Vec<(PathBuf, String)> {
 }
 
 /// The rooms of floor 0. Each may know those before it.
-const GROUND: [&str; 7] = ["faults", "ids", "error", "reach", "model", "layout", "config"];
+const GROUND: [&str; 8] = ["faults", "ids", "error", "reach", "model", "layout", "stacks", "config"];
 
 /// The floor of a module, by the first name of its path within the crate.
 fn floor(module: &str) -> u32 {
