@@ -8,7 +8,7 @@ use crate::schedule::sequence::Sequence;
 
 /// The blocks of a sequence in the pool, in order.
 pub(super) fn of<'a>(cache: &'a KvCache, sequence: &Sequence) -> &'a [BlockId] {
-    sequence.table.and_then(|table| cache.block_ids(table).ok()).unwrap_or_default()
+    sequence.table().and_then(|table| cache.block_ids(table).ok()).unwrap_or_default()
 }
 
 /// How many blocks of the pool a sequence has.
@@ -19,55 +19,74 @@ pub(super) fn held(cache: &KvCache, sequence: &Sequence) -> u32 {
 /// Those that its first `end` tokens lie in.
 pub(super) fn held_within(cache: &KvCache, sequence: &Sequence, end: u32) -> u32 {
     let held = held(cache, sequence);
-    let len = sequence.table.and_then(|table| cache.len(table).ok()).unwrap_or(0);
+    let len = sequence.table().and_then(|table| cache.len(table).ok()).unwrap_or(0);
     if len <= end { held } else { cache.config().layout().blocks_for(end).min(held) }
 }
 
 /// Blocks of a sequence in the host pool.
 pub(super) fn returning(cache: &KvCache, sequence: &Sequence) -> u32 {
-    sequence.table.map_or(0, |table| cache.host_blocks_of(table).unwrap_or(0))
+    sequence.table().map_or(0, |table| cache.host_blocks_of(table).unwrap_or(0))
 }
 
 /// The partly filled last block of a sequence, when others hold it too: it is copied before the next token is written.
 pub(super) fn shared_tail(cache: &KvCache, sequence: &Sequence) -> Option<BlockId> {
-    sequence.table.and_then(|table| cache.shared_tail_block(table))
+    sequence.table().and_then(|table| cache.shared_tail_block(table))
 }
 
 /// The block that a sequence's next token goes into, if that is partly filled when at most `end` tokens are left.
 pub(super) fn tail_within(cache: &KvCache, sequence: &Sequence, end: u32) -> Option<BlockId> {
-    let table = sequence.table.filter(|_| sequence.fork.is_none())?;
+    let table = sequence.table().filter(|_| sequence.fork().is_none())?;
     let len = cache.len(table).ok()?.min(end);
     let block_size = cache.config().block_size();
     let tail = of(cache, sequence).get((len / block_size) as usize).copied();
     tail.filter(|_| !len.is_multiple_of(block_size))
 }
 
+/// Whether a sequence's next token goes into a block that holds others already, and that is in other tables or may come to
+/// be in them.
+pub(super) fn has_open_tail(cache: &KvCache, sequence: &Sequence) -> bool {
+    sequence.table().is_some_and(|table| cache.has_open_tail(table))
+}
+
+/// The full blocks of its parent that a branch shares when the outstanding step ends, of `end` tokens at most.
+pub(super) fn to_be_shared<'a>(cache: &'a KvCache, sequence: &Sequence, end: u32) -> &'a [BlockId] {
+    let Some(fork) = sequence.fork() else { return &[] };
+    let parents = cache.block_ids(fork.parent).unwrap_or_default();
+    let full = (fork.at.min(end) / cache.config().block_size()) as usize;
+    &parents[..full.min(parents.len())]
+}
+
 /// Blocks that its tokens take beyond those that it has.
 pub(super) fn owed(cache: &KvCache, sequence: &Sequence) -> u32 {
-    cache.config().layout().blocks_for(sequence.len()).saturating_sub(held(cache, sequence))
+    beyond(cache, sequence, sequence.len(), 0)
+}
+
+/// Blocks that `len` tokens take beyond those that a sequence has, and `found` more.
+pub(super) fn beyond(cache: &KvCache, sequence: &Sequence, len: u32, found: u32) -> u32 {
+    cache.config().layout().blocks_for(len).saturating_sub(held(cache, sequence) + found)
 }
 
 /// Free blocks that `rows` more rows take.
 pub(super) fn for_rows(cache: &KvCache, sequence: &Sequence, rows: u32) -> u32 {
-    sequence.table.and_then(|table| cache.blocks_needed(table, rows).ok()).unwrap_or(u32::MAX)
+    sequence.table().and_then(|table| cache.blocks_needed(table, rows).ok()).unwrap_or(u32::MAX)
 }
 
 /// The most rows, up to `rows`, that `free` more blocks hold.
 pub(super) fn rows_within(cache: &KvCache, sequence: &Sequence, rows: u32, free: u32) -> u32 {
-    if sequence.table.is_none() {
+    if sequence.table().is_none() {
         return 0;
     }
     let copy = u32::from(shared_tail(cache, sequence).is_some());
     let Some(free) = free.checked_sub(copy) else { return 0 };
     let room = (held(cache, sequence) + free) * cache.config().block_size();
-    rows.min(room.saturating_sub(sequence.computed))
+    rows.min(room.saturating_sub(sequence.computed()))
 }
 
 /// Blocks that a sequence may still need, its own copy of a shared last block included.
 pub(super) fn still_needed(cache: &KvCache, sequence: &Sequence) -> u32 {
-    let most = cache.config().layout().blocks_for(sequence.max_tokens);
+    let most = cache.config().layout().blocks_for(sequence.terms.max_tokens);
     let copied = |table| cache.shared_tail_block(table).is_some() || cache.is_borrowing(table);
-    let copy = sequence.table.is_some_and(copied);
+    let copy = sequence.table().is_some_and(copied);
     most.saturating_sub(held(cache, sequence)) + u32::from(copy)
 }
 
@@ -75,9 +94,9 @@ pub(super) fn still_needed(cache: &KvCache, sequence: &Sequence) -> u32 {
 /// of the input, and nothing else.
 pub(super) fn at_most(cache: &KvCache, sequence: &Sequence, cut: Option<u32>) -> u64 {
     // Should samples part before the cut is made, the one that is cut computes its last token apart from the others.
-    let apart = u32::from(sequence.planned_rows > 0);
-    let input = cut.map_or(sequence.input_len, |len| (len - apart).min(sequence.input_len));
-    side_by_side(cache, input, sequence.max_tokens, sequence.width())
+    let apart = u32::from(sequence.is_planned());
+    let input = cut.map_or(sequence.terms.input_len, |len| (len - apart).min(sequence.terms.input_len));
+    side_by_side(cache, input, sequence.terms.max_tokens, sequence.width())
 }
 
 /// Blocks that a sequence and all its samples may still need.
