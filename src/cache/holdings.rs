@@ -82,14 +82,34 @@ impl KvCache {
         self.lanes.iter().any(Lane::slides)
     }
 
-    /// The most blocks that a sequence holds on its way to `max_tokens`, with at most `rows` rows in a step.
-    pub(crate) fn most_blocks(&self, max_tokens: u32, rows: u32) -> u32 {
-        self.lanes.iter().fold(0, |sum: u32, lane| sum.saturating_add(lane.most_blocks(max_tokens, rows)))
+    /// Windows are reckoned with at most `rows` rows of a sequence in a step.
+    pub(crate) fn reckon_with(&mut self, rows: u32) {
+        self.rows_at_most = rows;
+    }
+
+    /// The most rows of a sequence in a step that windows are reckoned with.
+    pub(crate) fn rows_at_most(&self) -> u32 {
+        self.rows_at_most
+    }
+
+    /// The most blocks that a sequence holds on its way to `max_tokens`, with one row in a step.
+    pub(crate) fn blocks_at_least(&self, max_tokens: u32) -> u32 {
+        self.lanes.iter().fold(0, |sum: u32, lane| sum.saturating_add(lane.most_blocks(max_tokens, 1)))
+    }
+
+    /// The most blocks that a sequence holds while its first `len` tokens are read. A pool that does not hold the largest
+    /// steps' holds smaller ones'.
+    pub(crate) fn blocks_to_read(&self, len: u32) -> u32 {
+        let rows = self.rows_at_most;
+        let most =
+            self.lanes.iter().fold(0, |sum: u32, lane| sum.saturating_add(lane.most_blocks(len, rows)));
+        if most > self.config.num_blocks() { self.blocks_at_least(len) } else { most }
     }
 
     /// The most blocks of `samples` sequences together that begin with the same `shared` tokens: they share what these fill
     /// and what lasts.
-    pub(crate) fn side_by_side(&self, shared: u32, max_tokens: u32, rows: u32, samples: u32) -> u64 {
+    pub(crate) fn side_by_side(&self, shared: u32, max_tokens: u32, samples: u32) -> u64 {
+        let rows = self.rows_at_most;
         let of_lane = |lane: &Lane| {
             let most = lane.most_blocks(max_tokens, rows);
             let full = lane.end_of(shared - shared % lane.block_size()) - lane.start;
@@ -99,9 +119,9 @@ impl KvCache {
         self.lanes.iter().map(of_lane).sum()
     }
 
-    /// Free blocks that a sequence may still take on its way to `max_tokens`, with at most `rows` rows in a step, its own
-    /// copies of shared last blocks included.
-    pub(crate) fn still_needed(&self, table: Option<TableId>, max_tokens: u32, rows: u32) -> u32 {
+    /// Free blocks that a sequence may still take on its way to `max_tokens`, its own copies of shared last blocks included.
+    pub(crate) fn still_needed(&self, table: Option<TableId>, max_tokens: u32) -> u32 {
+        let rows = self.rows_at_most;
         let table = table.and_then(|table| self.live(table).ok());
         let of_lane = |(index, lane): (usize, &Lane)| {
             let most = lane.most_blocks(max_tokens, rows);

@@ -14,7 +14,6 @@ mod planner;
 mod preempt;
 mod prefix;
 mod promise;
-mod records;
 mod request;
 mod residency;
 mod room;
@@ -23,6 +22,7 @@ mod sequence;
 mod status;
 mod step_builder;
 mod step_plan;
+mod transitions;
 mod victims;
 mod work_split;
 

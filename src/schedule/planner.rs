@@ -6,7 +6,7 @@
 //! left.
 
 use crate::error::ConfigError;
-use crate::ids::{SequenceId, TableId, TokenId};
+use crate::ids::{SequenceId, TableId};
 use crate::schedule::admission::Lacking;
 use crate::schedule::blocks;
 use crate::schedule::request::{Schedule, SchedulerConfig, WaitReason};
@@ -74,7 +74,7 @@ impl Scheduler {
         self.rollback();
         self.spare_plan = plan;
         match lacking {
-            _ if self.running.is_empty() && self.line.is_empty() => Schedule::Idle,
+            _ if self.sequences.are_idle() => Schedule::Idle,
             Some(lacking @ (Lacking::Blocks { .. } | Lacking::Transfers)) => {
                 Schedule::Waiting(self.wait_reason(lacking))
             }
@@ -102,7 +102,7 @@ impl Scheduler {
     /// The sequences of the outstanding plan, in the order of its rows: whose adapter or namespace they belong to. Samples
     /// that have not parted go by the first one that lives. Empty when no step is outstanding.
     pub fn planned_sequences(&self) -> impl Iterator<Item = SequenceId> {
-        self.planned.iter().map(|&index| self.get(index).id)
+        self.planned.iter().map(|&index| self.sequences[index].id())
     }
 
     /// Plans a step. Returns what the first in line lacks, if it was asked.
@@ -119,7 +119,7 @@ impl Scheduler {
             if self.stats.preemptions == start || fault!(AdmittedAfterPreempting) {
                 lacking = self.admit(plan, budget, displaced);
             }
-            let nobody = self.running.is_empty() && self.line.is_empty();
+            let nobody = self.sequences.are_idle();
             let gives_up = fault!(NoLastResort);
             if plan.num_rows() > 0 || nobody || gives_up || std::mem::replace(&mut self.last_resort, true) {
                 self.last_resort = false;
@@ -134,10 +134,7 @@ impl Scheduler {
         self.cache.rollback_step();
         let planned = std::mem::take(&mut self.planned);
         for &index in &planned {
-            let sequence = self.get_mut(index);
-            sequence.planned_rows = 0;
-            sequence.planned_logits = 0;
-            self.recount(index);
+            self.sequences.unplan(index, &self.cache);
         }
         self.resolve_forks();
         if swapped {
@@ -153,28 +150,28 @@ impl Scheduler {
     /// What a dropped step moved out is lost; what it brought back is in the host pool still, and its sequences are in
     /// line again.
     fn undo_swaps(&mut self) {
-        self.count_losses();
-        let out = |&index: &Index| blocks::returning(&self.cache, self.get(index)) > 0;
-        let back: Vec<Index> = self.running.iter().copied().filter(out).collect();
+        self.sequences.lose(&self.cache);
+        let out = |&index: &Index| blocks::returning(&self.cache, &self.sequences[index]) > 0;
+        let back: Vec<Index> = self.sequences.running().iter().copied().filter(out).collect();
         for index in back {
-            self.events.take_back_admission(self.get(index).id);
+            self.events.take_back_admission(self.sequences[index].id());
             self.requeue(index);
         }
     }
 
     /// Carries out what was asked of a sequence while its step was outstanding, its results apart.
     pub(super) fn settle(&mut self, index: Index) {
-        if self.records[index].is_none() {
+        if self.sequences.get(index).is_none() {
             return;
         }
         let all_told = self.drop_aborted_samples(index);
-        if self.get(index).aborting {
+        if self.sequences[index].is_aborting() {
             if !all_told {
                 self.tell_ended(index);
             }
-            self.drop_record(index);
+            self.end(index);
         } else {
-            self.truncate_now(index);
+            self.make_cut(index);
         }
     }
 
@@ -182,49 +179,49 @@ impl Scheduler {
     fn plan_running(&mut self, plan: &mut StepPlan, budget: &mut Budget) {
         let mut order = std::mem::take(&mut self.order);
         order.clear();
-        order.extend_from_slice(&self.running);
+        order.extend_from_slice(self.sequences.running());
         if let Some(first) = self.resume_at.take() {
-            let split = order.partition_point(|&index| self.get(index).place() < first);
+            let split = order.partition_point(|&index| self.sequences[index].place() < first);
             order.rotate_left(split);
         }
         // One pass over the records, which are many: rows that decoding ones want, and who else is there.
         let mut set_aside = Budget { rows: 0, work: 0 };
         self.shares.clear();
         for &index in &order {
-            match decode_wants(self.get(index)) {
+            match decode_wants(&self.sequences[index]) {
                 Some(wanted) => set_aside = set_aside.plus(wanted),
                 None => self.shares.push((index, 0)),
             }
         }
         // A prompt that is being read needs a row, too.
-        let prompt = self.shares.first().map(|share| self.get(share.0));
-        let least = prompt.map_or(Budget { rows: 0, work: 0 }, |prompt| Budget::of(prompt.computed, 1));
+        let prompt = self.shares.first().map(|share| &self.sequences[share.0]);
+        let least = prompt.map_or(Budget { rows: 0, work: 0 }, |prompt| Budget::of(prompt.computed(), 1));
         let takes_turns = !budget.covers(set_aside.plus(least));
         if takes_turns {
             set_aside = Budget { rows: 0, work: 0 };
         }
         self.share_rows(budget.minus(set_aside).rows);
         for &index in &order {
-            if self.get(index).state != State::Running {
+            if self.sequences[index].state() != State::Running {
                 continue;
             }
-            if let Some(wanted) = decode_wants(self.get(index)) {
+            if let Some(wanted) = decode_wants(&self.sequences[index]) {
                 set_aside = set_aside.minus(wanted);
             }
             let limit = self.share_of(index, budget.minus(set_aside));
             match self.plan_sequence(plan, index, limit) {
                 Planned::Rows(used) => *budget = budget.minus(used),
                 Planned::NoBudget => {
-                    self.get_mut(index).lacking = Some(Lacking::Budget);
+                    self.sequences.note_lacking(index, Some(Lacking::Budget));
                     if takes_turns {
-                        self.resume_at.get_or_insert(self.get(index).place());
+                        self.resume_at.get_or_insert(self.sequences[index].place());
                     }
                 }
                 Planned::NoRoom if self.yields(index) => self.evict(index, None),
                 Planned::NoRoom => {
                     let needed = self.blocks_for_rows(index, 1);
                     let available = self.available_to(index);
-                    self.get_mut(index).lacking = Some(Lacking::Blocks { needed, available });
+                    self.sequences.note_lacking(index, Some(Lacking::Blocks { needed, available }));
                 }
             }
         }
@@ -240,12 +237,12 @@ impl Scheduler {
         let (mut left, last) = (rows, shares.len().saturating_sub(1));
         for (place, share) in shares.iter_mut().enumerate() {
             let half = if place == last && !newcomers { left } else { left.div_ceil(2) };
-            share.1 = half.min(self.get(share.0).uncomputed());
+            share.1 = half.min(self.sequences[share.0].uncomputed());
             left -= share.1;
         }
         if !newcomers {
             for share in &mut shares {
-                let more = left.min(self.get(share.0).uncomputed() - share.1);
+                let more = left.min(self.sequences[share.0].uncomputed() - share.1);
                 share.1 += more;
                 left -= more;
             }
@@ -257,7 +254,7 @@ impl Scheduler {
     fn share_of(&self, index: Index, limit: Budget) -> Budget {
         let Some(place) = self.shares.iter().position(|share| share.0 == index) else { return limit };
         let is_last = place + 1 == self.shares.len() && !self.may_let_in();
-        let least = Budget::of(self.get(index).computed, 1).work;
+        let least = Budget::of(self.sequences[index].computed(), 1).work;
         let work = if is_last { limit.work } else { (limit.work / 2).max(least).min(limit.work) };
         Budget { rows: limit.rows.min(self.shares[place].1), work }
     }
@@ -271,13 +268,13 @@ impl Scheduler {
     /// The first in line, and how much was given up so far: what could let it in.
     fn door(&self) -> Option<(Place, u64)> {
         let given_up = self.ledger.given_up() + self.cache.num_expirations();
-        self.line.first().map(|first| (self.get(first).place(), given_up))
+        self.sequences.line().first().map(|first| (self.sequences[first].place(), given_up))
     }
 
     /// Lets requests in while rows are left, `only_first` that one that others were preempted for. Returns what the first
     /// one left outside lacks.
     fn admit(&mut self, plan: &mut StepPlan, budget: &mut Budget, only_first: bool) -> Option<Lacking> {
-        while self.line.first().is_some() {
+        while self.sequences.line().first().is_some() {
             if plan.num_rows() > 0 && (budget.rows == 0 || budget.work == 0) {
                 return None;
             }
@@ -300,15 +297,15 @@ impl Scheduler {
 
     /// Plans as many rows of a sequence as budget and blocks allow, making room for at least one.
     fn plan_sequence(&mut self, plan: &mut StepPlan, index: Index, budget: Budget) -> Planned {
-        let Some(table) = self.get(index).table else { return Planned::NoRoom };
+        let Some(table) = self.sequences[index].table() else { return Planned::NoRoom };
         if self.cache.slides() {
             self.slide(index, table);
         }
-        let sequence = self.get(index);
-        let drafts = sequence.usable_drafts();
-        let computed = sequence.computed;
-        let most = (sequence.uncomputed() + drafts).min(budget.rows);
-        let mut rows = rows_within(computed, self.rows_promised(index, most), budget.work);
+        let sequence = &self.sequences[index];
+        let wants = sequence.wants();
+        let computed = wants.computed;
+        let most = wants.rows().min(self.rows_promised(sequence)).min(budget.rows);
+        let mut rows = rows_within(computed, most, budget.work);
         if rows == 0 {
             if plan.num_rows() > 0 {
                 return Planned::NoBudget;
@@ -316,30 +313,31 @@ impl Scheduler {
             // Progress: a step has at least one row.
             rows = 1;
         }
-        let reserved = self.reserved_by_others(index);
-        if self.missing_to(index, self.blocks_for_rows(index, rows)) > 0 {
+        let reserved = self.ledger.reserved_beside(sequence, &self.sequences, &self.cache);
+        if self.missing_to(index, blocks::for_rows(&self.cache, sequence, rows, reserved)) > 0 {
             rows = self.room_for(index, rows);
             if rows == 0 {
                 return Planned::NoRoom;
             }
         }
-        let sequence = self.records[index].as_ref().expect("an index in a queue has a record");
-        let known = rows.min(sequence.uncomputed());
-        let start = computed as usize;
-        let tokens = &sequence.tokens[start..start + known as usize];
-        let drafts: &[TokenId] = &sequence.drafts[..(rows - known) as usize];
+        let sequence = &self.sequences[index];
+        let (tokens, drafts) = sequence.row_tokens(rows);
+        let known = tokens.len() as u32;
         let Ok(first_row) = push_rows(&mut self.cache, plan, table, tokens, drafts, reserved) else {
             debug_assert!(false, "blocks were counted before they were taken");
             return Planned::NoRoom;
         };
         if fault!(RegisteredWhenPlanned) {
-            let known = &sequence.tokens[..start + known as usize];
+            let (namespace, known) =
+                (&sequence.terms.namespace, &sequence.tokens()[..(computed + known) as usize]);
             let mut hashes = Vec::new();
-            self.cache.extend_hashes(&sequence.namespace, known, &mut hashes);
-            self.cache.register(table, &sequence.namespace, known, &hashes, &[]);
+            self.cache.extend_hashes(namespace, known, &mut hashes);
+            self.cache.register(table, namespace, known, &hashes, &[]);
         }
-        self.request_logits(plan, index, first_row, rows, known);
-        self.recount(index);
+        let is_complete = known == wants.known && sequence.wants_token();
+        let logits =
+            if is_complete { request_logits(plan, sequence, first_row + known - 1, rows - known) } else { 0 };
+        self.sequences.plan(index, rows, logits, &self.cache);
         self.planned.push(index);
         Planned::Rows(Budget::of(computed, rows))
     }
@@ -347,59 +345,34 @@ impl Scheduler {
     /// Gives back what a sequence's rows do not see any more.
     fn slide(&mut self, index: Index, table: TableId) {
         self.cache.slide(table);
-        self.recount(index);
+        self.sequences.recount(index, &self.cache);
         // What it leaves pinned behind its window does not take what is promised.
-        while self.get(index).is_promised() && self.check_promise(None).is_err() {
+        while self.sequences[index].is_promised() && self.promises().check(None).is_err() {
             if self.cache.give_up_pins(self.cache.free_blocks() + 1) == 0 {
                 break;
             }
         }
     }
 
-    /// The most of `rows` rows for which a sequence's windows hold no more than is promised to it, or reserved.
-    fn rows_promised(&self, index: Index, rows: u32) -> u32 {
-        let sequence = self.get(index);
-        match sequence.is_promised() || sequence.protected {
-            true if self.cache.slides() => rows.min(self.most_rows),
-            _ => rows,
+    /// The most rows for which a sequence's windows hold no more than is promised to it, or reserved.
+    fn rows_promised(&self, sequence: &Sequence) -> u32 {
+        match sequence.is_promised() || sequence.is_protected() {
+            true if self.cache.slides() => self.cache.rows_at_most(),
+            _ => u32::MAX,
         }
-    }
-
-    fn request_logits(&mut self, plan: &mut StepPlan, index: Index, first_row: u32, rows: u32, known: u32) {
-        let sequence = self.records[index].as_mut().expect("an index in a queue has a record");
-        sequence.planned_rows = rows;
-        sequence.lacking = None;
-        let complete = known == sequence.uncomputed();
-        if !complete || !sequence.wants_token() {
-            sequence.planned_logits = 0;
-            return;
-        }
-        let mut logits = |sequence_id, num_rows: u32| {
-            plan.logit_rows.push(LogitRow {
-                sequence: sequence_id,
-                row: first_row + known - 1,
-                num_rows,
-                next_position: sequence.tokens.len() as u32,
-            });
-        };
-        if sequence.pending_samples.is_empty() {
-            logits(sequence.id, 1 + rows - known);
-        }
-        for &sample in &sequence.pending_samples {
-            logits(sequence.id.request().sample(sample), 1);
-        }
-        sequence.planned_logits = sequence.width();
     }
 
     /// Free blocks that `rows` more rows take.
     fn blocks_for_rows(&self, index: Index, rows: u32) -> u32 {
-        blocks::for_rows(&self.cache, self.get(index), rows, self.reserved_by_others(index))
+        let sequence = &self.sequences[index];
+        let reserved = self.ledger.reserved_beside(sequence, &self.sequences, &self.cache);
+        blocks::for_rows(&self.cache, sequence, rows, reserved)
     }
 
     /// Makes room for as many of `rows` rows as possible. Idle content gives way to all of them, running sequences only
     /// to the first block's. Returns the rows that fit then.
     fn room_for(&mut self, index: Index, rows: u32) -> u32 {
-        let fit = blocks::rows_within(&self.cache, self.get(index), rows, self.available_to(index));
+        let fit = blocks::rows_within(&self.cache, &self.sequences[index], rows, self.available_to(index));
         let mut wanted = rows;
         while wanted > fit {
             if self.make_room(index, self.blocks_for_rows(index, wanted), false) {
@@ -418,9 +391,24 @@ impl Scheduler {
     }
 }
 
-/// Rows and work of a decoding sequence's next step.
+/// Rows and work of a decoding sequence's next step: one row, drafts apart.
 fn decode_wants(sequence: &Sequence) -> Option<Budget> {
-    sequence.is_decoding().then(|| Budget::of(sequence.computed, 1 + sequence.usable_drafts()))
+    let wants = sequence.wants();
+    (wants.known == 1 && wants.computed > 0).then(|| Budget::of(wants.computed, wants.rows()))
+}
+
+/// Asks for the logits of `row`, the last known one, and of the `drafts` rows behind it. Returns how many logit rows that
+/// are.
+fn request_logits(plan: &mut StepPlan, sequence: &Sequence, row: u32, drafts: u32) -> u32 {
+    let (id, next_position, samples) = (sequence.id(), sequence.len(), sequence.samples());
+    if samples.is_empty() {
+        plan.logit_rows.push(LogitRow { sequence: id, row, num_rows: 1 + drafts, next_position });
+        return 1;
+    }
+    let of_sample =
+        |&sample| LogitRow { sequence: id.request().sample(sample), row, num_rows: 1, next_position };
+    plan.logit_rows.extend(samples.iter().map(of_sample));
+    samples.len() as u32
 }
 
 /// The most rows, up to `rows`, after a context of `computed` tokens whose work stays within `work`.
