@@ -38,6 +38,26 @@ pub(super) enum Undo {
     },
 }
 
+/// How a table grows: asked for once, and carried out by [`KvCache::grow_by`] while nothing else has changed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Growth {
+    pub(crate) table: TableId,
+    /// Tokens that the table has, and that come after them.
+    pub(crate) start: u32,
+    pub(crate) num_tokens: u32,
+    /// Blocks at its end.
+    new: u32,
+    /// The entry of its last block, where that is copied before it is written.
+    copied: Option<u32>,
+}
+
+impl Growth {
+    /// Free blocks that it takes.
+    pub(crate) fn needed(self) -> u32 {
+        self.new + u32::from(self.copied.is_some())
+    }
+}
+
 impl KvCache {
     /// Free blocks that `num_tokens` more tokens in `table` would take: new blocks, and one for the copy of a shared last
     /// block. Of a table that is swapped out, those that bring it back, too: what
@@ -131,7 +151,9 @@ impl KvCache {
 
     /// Starts a step; one that is outstanding is rolled back first.
     pub(crate) fn begin_step(&mut self) -> StepId {
-        self.rollback_step();
+        if self.outstanding {
+            self.rollback_step();
+        }
         self.last_step = StepId(self.last_step.0 + 1);
         self.outstanding = true;
         self.evict_expired();
@@ -139,25 +161,43 @@ impl KvCache {
     }
 
     /// Makes room for `num_tokens` more tokens and counts them in. All or nothing.
+    #[cfg(test)]
     pub(crate) fn grow(&mut self, table: TableId, num_tokens: u32) -> Result<(), CacheError> {
-        debug_assert!(self.outstanding, "a table grows only inside a step");
-        let before = self.idle(table)?;
-        if !before.host.is_empty() {
-            return Err(CacheError::SwappedOut { table, blocks: before.host.len() as u32 });
+        self.grow_by(self.growth(table, num_tokens)?)
+    }
+
+    /// What `num_tokens` more tokens in a table take.
+    pub(crate) fn growth(&self, table: TableId, num_tokens: u32) -> Result<Growth, CacheError> {
+        let row = self.live(table)?;
+        self.check_poison()?;
+        if row.in_step {
+            return Err(CacheError::InStep { table, step: self.last_step });
         }
-        let (len, num_blocks, parked) = (before.len, before.num_blocks(), before.parked);
-        let new = self.new_blocks(before, num_tokens);
-        let (tokens, max_tokens) = (len.saturating_add(num_tokens), before.max_tokens);
+        if !row.host.is_empty() {
+            return Err(CacheError::SwappedOut { table, blocks: row.host.len() as u32 });
+        }
+        let (start, max_tokens) = (row.len, row.max_tokens);
+        let tokens = start.saturating_add(num_tokens);
         if tokens > max_tokens {
             return Err(CacheError::ExceedsTable { tokens, max_tokens });
         }
-        let needed = self.blocks_needed(table, num_tokens)?;
-        let available = self.pool.num_available();
+        let new = self.new_blocks(row, num_tokens);
+        let copied = if num_tokens > 0 { self.copied_tail(row, new) } else { None };
+        Ok(Growth { table, start, num_tokens, new, copied })
+    }
+
+    /// Makes room for more tokens and counts them in. All or nothing.
+    pub(crate) fn grow_by(&mut self, growth: Growth) -> Result<(), CacheError> {
+        debug_assert!(self.outstanding, "a table grows only inside a step");
+        let Growth { table, start, num_tokens, new, copied } = growth;
+        let (needed, available) = (growth.needed(), self.pool.num_available());
         if needed > available {
             return Err(CacheError::NoFreeBlocks { needed, available });
         }
+        let row = &self.tables[table.row as usize];
+        let (num_blocks, parked) = (row.num_blocks(), row.parked);
         if num_tokens > 0 {
-            self.make_tail_writable(table, new);
+            self.make_tail_writable(table, copied);
         }
         for _ in 0..new {
             let Some(block) = self.take_block() else {
@@ -166,7 +206,7 @@ impl KvCache {
             };
             self.push_block(table.row as usize, block);
         }
-        self.journal.push(Undo::Grown { table, num_blocks, len, parked });
+        self.journal.push(Undo::Grown { table, num_blocks, len: start, parked });
         let row = &mut self.tables[table.row as usize];
         row.len += num_tokens;
         (row.in_step, row.parked) = (true, false);
@@ -174,10 +214,11 @@ impl KvCache {
         Ok(())
     }
 
-    /// Sees to it that the block that the next token is written into is this table's alone.
-    fn make_tail_writable(&mut self, table: TableId, new: u32) {
+    /// Sees to it that the block that the next token is written into is this table's alone: a copy of it where it is
+    /// `copied`, and otherwise the block itself, forgotten by the prefix cache.
+    fn make_tail_writable(&mut self, table: TableId, copied: Option<u32>) {
         let row = &self.tables[table.row as usize];
-        if let Some(entry) = self.copied_tail(row, new) {
+        if let Some(entry) = copied {
             self.copy_on_write(table, entry);
         } else if let Some(entry) = self.partial_tail(row) {
             let tail = row.blocks[entry as usize];
@@ -233,6 +274,11 @@ impl KvCache {
     /// The last step that was committed and wrote to tables, since the last device was forgotten.
     pub(crate) fn last_committed(&self) -> StepId {
         self.last_committed
+    }
+
+    /// Whether a step is outstanding.
+    pub(crate) fn has_step(&self) -> bool {
+        self.outstanding
     }
 
     /// Whether `step` is the one outstanding.

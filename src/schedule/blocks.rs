@@ -2,8 +2,8 @@
 //!
 //! Pure questions to a cache about one sequence. Nothing here knows of others, of promises or of policy.
 
-use crate::cache::KvCache;
-use crate::ids::BlockId;
+use crate::cache::{Growth, KvCache};
+use crate::ids::{BlockId, TableId};
 use crate::schedule::sequence::Sequence;
 
 /// The blocks of a sequence in the pool, in order.
@@ -56,14 +56,18 @@ pub(super) fn to_be_shared<'a>(cache: &'a KvCache, sequence: &Sequence, end: u32
     &parents[..full.min(parents.len())]
 }
 
-/// Blocks that its tokens take beyond those that it has.
-pub(super) fn owed(cache: &KvCache, sequence: &Sequence) -> u32 {
-    beyond(cache, sequence, sequence.len(), 0)
+/// Blocks that `len` tokens take beyond those that a table has, and `found` more.
+pub(super) fn beyond(cache: &KvCache, table: Option<TableId>, len: u32, found: u32) -> u32 {
+    let held = table.and_then(|table| cache.block_ids(table).ok()).map_or(0, <[_]>::len) as u32;
+    cache.config().layout().blocks_for(len).saturating_sub(held + found)
 }
 
-/// Blocks that `len` tokens take beyond those that a sequence has, and `found` more.
-pub(super) fn beyond(cache: &KvCache, sequence: &Sequence, len: u32, found: u32) -> u32 {
-    cache.config().layout().blocks_for(len).saturating_sub(held(cache, sequence) + found)
+/// What `rows` more rows of a sequence take, to be carried out by the step.
+pub(super) fn growth(cache: &KvCache, sequence: &Sequence, rows: u32) -> Option<Growth> {
+    let table = sequence.table()?;
+    let growth = cache.growth(table, rows);
+    debug_assert!(growth.is_ok(), "a sequence that runs cannot grow: {growth:?}");
+    growth.ok()
 }
 
 /// Free blocks that `rows` more rows take.

@@ -2,7 +2,7 @@
 //!
 //! The scheduler and applications with a scheduler of their own build their steps here; nobody else writes a plan.
 
-use crate::cache::KvCache;
+use crate::cache::{Growth, KvCache};
 use crate::error::{CacheError, CommitError};
 use crate::ids::{PADDING_SLOT, SequenceId, TableId, TokenId};
 use crate::schedule::step_plan::{LogitRow, StepPlan, TableChange};
@@ -28,19 +28,19 @@ pub(super) fn begin_plan(cache: &mut KvCache, plan: &mut StepPlan) {
     plan.query_starts.push(0);
 }
 
-/// Appends `tokens`, then `drafts`, to `table` and plans one row for each. Returns the first row. All or nothing.
+/// Appends `tokens`, then `drafts`, to the table that `growth` is for and plans one row for each. Returns the first row. All
+/// or nothing.
 pub(super) fn push_rows(
     cache: &mut KvCache,
     plan: &mut StepPlan,
-    table: TableId,
+    growth: Growth,
     tokens: &[TokenId],
     drafts: &[TokenId],
 ) -> Result<u32, CacheError> {
-    let start = cache.len(table)?;
-    let num_tokens = u32::try_from(tokens.len() + drafts.len()).unwrap_or(u32::MAX);
-    cache.grow(table, num_tokens)?;
+    cache.grow_by(growth)?;
+    let (table, start, end) = (growth.table, growth.start, growth.start + growth.num_tokens);
+    debug_assert_eq!(growth.num_tokens as usize, tokens.len() + drafts.len());
     let first_row = plan.num_rows();
-    let end = start + num_tokens;
     let block_size = cache.config().block_size();
     let blocks = cache.block_ids(table)?;
     plan.token_ids.extend_from_slice(tokens);
@@ -51,7 +51,7 @@ pub(super) fn push_rows(
         let slot = if fault!(SlotShared) { slot & !1 } else { slot };
         blocks[(position / block_size) as usize].index() * block_size + slot
     }));
-    plan.query_starts.push(first_row + num_tokens);
+    plan.query_starts.push(first_row + growth.num_tokens);
     plan.context_lens.push(end);
     plan.table_rows.push(table.row());
     let dirty_from = cache.dirty_from(table) as usize;
@@ -117,7 +117,9 @@ impl<'a> StepBuilder<'a> {
             return Err(CacheError::NoTokens { table });
         }
         self.check_outstanding()?;
-        let first_row = push_rows(self.cache, &mut self.plan, table, tokens, &[])?;
+        let num_tokens = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
+        let growth = self.cache.growth(table, num_tokens)?;
+        let first_row = push_rows(self.cache, &mut self.plan, growth, tokens, &[])?;
         Ok(first_row..self.plan.num_rows())
     }
 
