@@ -142,10 +142,7 @@ impl KvCache {
 
     /// The most rows, up to `rows`, that `free` more blocks hold.
     pub(crate) fn rows_within(&self, table: TableId, rows: u32, free: u32) -> u32 {
-        let fits = |rows: u32| {
-            let growth = self.growth(table, rows, free);
-            growth.is_ok_and(|growth| growth.needed() <= free)
-        };
+        let fits = |rows: u32| self.growth(table, rows, free).is_ok_and(|growth| growth.needed() <= free);
         if rows == 0 || fits(rows) {
             return rows;
         }

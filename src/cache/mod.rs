@@ -50,6 +50,7 @@ pub(crate) use prefix_cache::PrefixMatch;
 pub use prefix_cache::{MissReason, Namespace, Retention};
 pub use stats::CacheStats;
 use std::sync::atomic::{AtomicU64, Ordering};
+pub(crate) use step::Growth;
 use step::Undo;
 
 /// One block copied into another, all layers: a copy-on-write.

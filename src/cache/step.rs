@@ -40,9 +40,12 @@ pub(super) enum Undo {
 }
 
 /// What more tokens take that a table is to hold: computed once, and then [grown](KvCache::grow) by.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Growth {
-    num_tokens: u32,
+    pub(crate) table: TableId,
+    /// Tokens that the table has, and that come after them.
+    pub(crate) start: u32,
+    pub(crate) num_tokens: u32,
     /// New blocks.
     new: u32,
     /// Blocks for copies of last blocks that others hold, too.
@@ -69,14 +72,29 @@ impl KvCache {
     /// # Errors
     /// As [`len`](Self::len).
     pub fn blocks_needed(&self, table: TableId, num_tokens: u32) -> Result<u32, CacheError> {
-        Ok(self.growth(table, num_tokens, self.free_blocks())?.needed())
+        Ok(self.count_growth(table, num_tokens, self.free_blocks())?.needed())
     }
 
-    /// What `num_tokens` more tokens take, where at most `spare` blocks may be spent.
+    /// What `num_tokens` more tokens take of a table that can grow, where copies that can be done without spend at most
+    /// `spare` blocks in all.
     pub(crate) fn growth(&self, table: TableId, num_tokens: u32, spare: u32) -> Result<Growth, CacheError> {
-        let table = self.live(table)?;
+        let row = self.idle(table)?;
+        let tokens = row.len.saturating_add(num_tokens);
+        let (blocks, max_tokens) = (row.host_blocks(), row.max_tokens);
+        if blocks > 0 {
+            return Err(CacheError::SwappedOut { table, blocks });
+        }
+        if tokens > max_tokens {
+            return Err(CacheError::ExceedsTable { tokens, max_tokens });
+        }
+        self.count_growth(table, num_tokens, spare)
+    }
+
+    fn count_growth(&self, id: TableId, num_tokens: u32, spare: u32) -> Result<Growth, CacheError> {
+        let table = self.live(id)?;
         let len = table.len.saturating_add(num_tokens);
-        let mut growth = Growth { num_tokens, ..Growth::default() };
+        let mut growth =
+            Growth { table: id, start: table.len, num_tokens, new: 0, copies: 0, lent: 0, returning: 0 };
         for (lane, run) in table.runs.iter().enumerate() {
             growth.new += self.lanes[lane].end_of(len).saturating_sub(run.end());
             growth.returning += run.host.len() as u32;
@@ -156,7 +174,9 @@ impl KvCache {
 
     /// Starts a step; one that is outstanding is rolled back first.
     pub(crate) fn begin_step(&mut self) -> StepId {
-        self.rollback_step();
+        if self.outstanding {
+            self.rollback_step();
+        }
         self.last_step = StepId(self.last_step.0 + 1);
         self.outstanding = true;
         self.evict_expired();
@@ -210,21 +230,15 @@ impl KvCache {
     }
 
     /// Makes room for more tokens, as [`growth`](Self::growth) has it, and counts them in. All or nothing.
-    pub(crate) fn grow(&mut self, table: TableId, growth: Growth) -> Result<(), CacheError> {
+    pub(crate) fn grow(&mut self, growth: Growth) -> Result<(), CacheError> {
         debug_assert!(self.outstanding, "a table grows only inside a step");
-        let before = self.idle(table)?;
-        if growth.returning > 0 {
-            return Err(CacheError::SwappedOut { table, blocks: growth.returning });
-        }
-        let (len, parked) = (before.len, before.parked);
-        let (tokens, max_tokens) = (len.saturating_add(growth.num_tokens), before.max_tokens);
-        if tokens > max_tokens {
-            return Err(CacheError::ExceedsTable { tokens, max_tokens });
-        }
+        let Growth { table, start: len, num_tokens, .. } = growth;
         let (needed, available) = (growth.needed(), self.pool.num_available());
         if needed > available {
             return Err(CacheError::NoFreeBlocks { needed, available });
         }
+        debug_assert_eq!(self.len(table), Ok(len), "{table:?} has changed since its growth was reckoned");
+        let (tokens, parked) = (len + num_tokens, self.tables[table.row as usize].parked);
         let row = table.row as usize;
         for lane in 0..self.lanes.len() {
             if growth.num_tokens > 0 {
@@ -252,7 +266,7 @@ impl KvCache {
     /// What a step does with `num_tokens` tokens of a table.
     #[cfg(test)]
     pub(super) fn grow_by(&mut self, table: TableId, num_tokens: u32) -> Result<(), CacheError> {
-        self.grow(table, self.growth(table, num_tokens, self.free_blocks())?)
+        self.grow(self.growth(table, num_tokens, self.free_blocks())?)
     }
 
     /// Sees to it that the block that the next token is written into is this table's alone.
@@ -308,6 +322,11 @@ impl KvCache {
     /// The last step that was committed and wrote to tables, since the last device was forgotten.
     pub(crate) fn last_committed(&self) -> StepId {
         self.last_committed
+    }
+
+    /// Whether a step is outstanding.
+    pub(crate) fn has_step(&self) -> bool {
+        self.outstanding
     }
 
     /// Whether `step` is the one outstanding.

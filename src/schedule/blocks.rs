@@ -2,8 +2,8 @@
 //!
 //! Pure questions to a cache about one sequence. Nothing here knows of others, of promises or of policy.
 
-use crate::cache::KvCache;
-use crate::ids::BlockId;
+use crate::cache::{Growth, KvCache};
+use crate::ids::{BlockId, TableId};
 use crate::schedule::sequence::Sequence;
 
 /// The blocks of a sequence in the pool.
@@ -53,21 +53,18 @@ pub(super) fn to_be_shared(cache: &KvCache, sequence: &Sequence, end: u32) -> im
     fork.into_iter().flat_map(move |fork| cache.lasting_full(fork.parent, fork.at.min(end)))
 }
 
-/// Blocks that its tokens take beyond those that it has.
-pub(super) fn owed(cache: &KvCache, sequence: &Sequence) -> u32 {
-    beyond(cache, sequence, sequence.len(), 0)
+/// Blocks that `len` tokens take beyond those that a table has, and `found` more.
+pub(super) fn beyond(cache: &KvCache, table: Option<TableId>, len: u32, found: u32) -> u32 {
+    let held = table.map_or(0, |table| cache.num_held(table));
+    cache.blocks_to_read(len).saturating_sub(held + found)
 }
 
-/// Blocks that `len` tokens take beyond those that a sequence has, and `found` more.
-pub(super) fn beyond(cache: &KvCache, sequence: &Sequence, len: u32, found: u32) -> u32 {
-    cache.blocks_to_read(len).saturating_sub(held(cache, sequence) + found)
-}
-
-/// Free blocks that `rows` more rows take, where `reserved` ones are kept for others.
-pub(super) fn for_rows(cache: &KvCache, sequence: &Sequence, rows: u32, reserved: u32) -> u32 {
-    let spare = cache.free_blocks().saturating_sub(reserved);
-    let growth = sequence.table().and_then(|table| cache.growth(table, rows, spare).ok());
-    growth.map_or(u32::MAX, |growth| growth.needed())
+/// What `rows` more rows of a sequence take, to be carried out by the step, where `reserved` blocks are kept for others.
+pub(super) fn growth(cache: &KvCache, sequence: &Sequence, rows: u32, reserved: u32) -> Option<Growth> {
+    let table = sequence.table()?;
+    let growth = cache.growth(table, rows, cache.free_blocks().saturating_sub(reserved));
+    debug_assert!(growth.is_ok(), "a sequence that runs cannot grow: {growth:?}");
+    growth.ok()
 }
 
 /// The most rows, up to `rows`, that `free` more blocks hold.

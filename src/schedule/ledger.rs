@@ -98,8 +98,12 @@ impl Ledger {
         if sequence.is_protected() { 0 } else { self.reserved(sequences, cache) }
     }
 
-    /// Those of them that are not for `sequence`.
-    pub(super) fn reserved_beside(&self, sequence: &Sequence, sequences: &Sequences, cache: &KvCache) -> u32 {
+    /// Those of them that are not for `index`.
+    pub(super) fn reserved_beside(&self, index: Index, sequences: &Sequences, cache: &KvCache) -> u32 {
+        if self.num_protected == 0 {
+            return 0;
+        }
+        let sequence = &sequences[index];
         let own = if sequence.is_protected() { blocks::still_needed(cache, sequence) } else { 0 };
         self.reserved(sequences, cache) - own
     }

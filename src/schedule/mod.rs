@@ -3,6 +3,7 @@
 mod abort;
 mod admission;
 mod blocks;
+mod budget;
 mod commit;
 mod consistency;
 mod events;

@@ -5,42 +5,17 @@
 //! step begins where this one ended. Then, unless somebody was preempted, requests in line are let in while rows are
 //! left.
 
+use crate::cache::Growth;
 use crate::error::ConfigError;
 use crate::ids::{SequenceId, TableId};
 use crate::schedule::admission::Lacking;
 use crate::schedule::blocks;
+use crate::schedule::budget::{Budget, Kind, Turn, prompt_limit, share_rows, wanted};
 use crate::schedule::request::{Schedule, SchedulerConfig, WaitReason};
 use crate::schedule::scheduler::{Index, Scheduler};
-use crate::schedule::sequence::{Place, Sequence, State};
+use crate::schedule::sequence::{Place, Sequence, State, Wants};
 use crate::schedule::step_builder::{begin_plan, finish_plan, push_rows};
-use crate::schedule::step_plan::{LogitRow, StepPlan, rows_work};
-
-/// What is left of a step.
-#[derive(Clone, Copy, Debug)]
-struct Budget {
-    rows: u32,
-    work: u64,
-}
-
-impl Budget {
-    /// What `rows` rows after `computed` tokens take.
-    fn of(computed: u32, rows: u32) -> Self {
-        let rows_wide = u64::from(rows);
-        Self { rows, work: rows_work(rows_wide, u64::from(computed) + rows_wide) }
-    }
-
-    fn plus(self, other: Self) -> Self {
-        Self { rows: self.rows.saturating_add(other.rows), work: self.work.saturating_add(other.work) }
-    }
-
-    fn minus(self, other: Self) -> Self {
-        Self { rows: self.rows.saturating_sub(other.rows), work: self.work.saturating_sub(other.work) }
-    }
-
-    fn covers(self, other: Self) -> bool {
-        other.rows <= self.rows && other.work <= self.work
-    }
-}
+use crate::schedule::step_plan::StepPlan;
 
 /// What became of one sequence.
 enum Planned {
@@ -119,9 +94,8 @@ impl Scheduler {
             if self.stats.preemptions == start || fault!(AdmittedAfterPreempting) {
                 lacking = self.admit(plan, budget, displaced);
             }
-            let nobody = self.sequences.are_idle();
-            let gives_up = fault!(NoLastResort);
-            if plan.num_rows() > 0 || nobody || gives_up || std::mem::replace(&mut self.last_resort, true) {
+            let ends = plan.num_rows() > 0 || self.sequences.are_idle() || fault!(NoLastResort);
+            if ends || std::mem::replace(&mut self.last_resort, true) {
                 self.last_resort = false;
                 return lacking;
             }
@@ -130,6 +104,9 @@ impl Scheduler {
 
     /// Undoes the outstanding plan: growth, copies and lengths. Preemptions and evictions stand.
     pub(super) fn rollback(&mut self) {
+        if !self.cache.has_step() {
+            return;
+        }
         let swapped = !self.cache.step_swap_outs().is_empty() || !self.cache.step_swap_ins().is_empty();
         self.cache.rollback_step();
         let planned = std::mem::take(&mut self.planned);
@@ -177,86 +154,65 @@ impl Scheduler {
 
     /// Plans rows for sequences that run.
     fn plan_running(&mut self, plan: &mut StepPlan, budget: &mut Budget) {
-        let mut order = std::mem::take(&mut self.order);
-        order.clear();
-        order.extend_from_slice(self.sequences.running());
-        if let Some(first) = self.resume_at.take() {
-            let split = order.partition_point(|&index| self.sequences[index].place() < first);
-            order.rotate_left(split);
-        }
-        // One pass over the records, which are many: rows that decoding ones want, and who else is there.
-        let mut set_aside = Budget { rows: 0, work: 0 };
-        self.shares.clear();
-        for &index in &order {
-            match decode_wants(&self.sequences[index]) {
-                Some(wanted) => set_aside = set_aside.plus(wanted),
-                None => self.shares.push((index, 0)),
-            }
-        }
+        let mut turns = self.take_turns();
+        let (mut set_aside, least) = wanted(&turns);
         // A prompt that is being read needs a row, too.
-        let prompt = self.shares.first().map(|share| &self.sequences[share.0]);
-        let least = prompt.map_or(Budget { rows: 0, work: 0 }, |prompt| Budget::of(prompt.computed(), 1));
         let takes_turns = !budget.covers(set_aside.plus(least));
         if takes_turns {
-            set_aside = Budget { rows: 0, work: 0 };
+            set_aside = Budget::default();
         }
-        self.share_rows(budget.minus(set_aside).rows);
-        for &index in &order {
-            if self.sequences[index].state() != State::Running {
+        let last_prompt = share_rows(&mut turns, budget.minus(set_aside).rows, || self.may_let_in());
+        for (place, turn) in turns.iter().enumerate() {
+            // Somebody before it may have taken its blocks.
+            if self.sequences[turn.index].state() != State::Running {
                 continue;
             }
-            if let Some(wanted) = decode_wants(&self.sequences[index]) {
-                set_aside = set_aside.minus(wanted);
-            }
-            let limit = self.share_of(index, budget.minus(set_aside));
-            match self.plan_sequence(plan, index, limit) {
+            let limit = match turn.kind {
+                Kind::Decode(wanted) => {
+                    set_aside = set_aside.minus(wanted);
+                    budget.minus(set_aside)
+                }
+                Kind::Prompt(share) => {
+                    let takes_all = last_prompt == Some(place) && !self.may_let_in();
+                    prompt_limit(budget.minus(set_aside), turn, share, takes_all)
+                }
+            };
+            match self.plan_sequence(plan, turn.index, turn.wants, limit) {
                 Planned::Rows(used) => *budget = budget.minus(used),
                 Planned::NoBudget => {
-                    self.sequences.note_lacking(index, Some(Lacking::Budget));
+                    self.sequences.note_lacking(turn.index, Some(Lacking::Budget));
                     if takes_turns {
-                        self.resume_at.get_or_insert(self.sequences[index].place());
+                        self.resume_at.get_or_insert(self.sequences[turn.index].place());
                     }
                 }
-                Planned::NoRoom if self.yields(index) => self.evict(index, None),
-                Planned::NoRoom => {
-                    let needed = self.blocks_for_rows(index, 1);
-                    let available = self.available_to(index);
-                    self.sequences.note_lacking(index, Some(Lacking::Blocks { needed, available }));
-                }
+                Planned::NoRoom => self.wait_for_room(turn.index),
             }
         }
-        self.order = order;
+        self.turns = turns;
     }
 
-    /// Shares `rows` rows out among the prompts that are being read: each takes half of what is left, the last one all of
-    /// it, and what is left then goes to the first ones. So a short prompt is read at once while a long one is read on.
-    /// While somebody may be let in, whatever half is left is for them.
-    fn share_rows(&mut self, rows: u32) {
-        let mut shares = std::mem::take(&mut self.shares);
-        let newcomers = self.may_let_in();
-        let (mut left, last) = (rows, shares.len().saturating_sub(1));
-        for (place, share) in shares.iter_mut().enumerate() {
-            let half = if place == last && !newcomers { left } else { left.div_ceil(2) };
-            share.1 = half.min(self.sequences[share.0].uncomputed());
-            left -= share.1;
+    /// Those that run, in the order in which they have rows: the one that had none in the last step begins.
+    fn take_turns(&mut self) -> Vec<Turn> {
+        let mut turns = std::mem::take(&mut self.turns);
+        turns.clear();
+        // One pass over the records, which are many.
+        let running = self.sequences.running().iter();
+        turns.extend(running.map(|&index| Turn::new(index, self.sequences[index].wants())));
+        if let Some(first) = self.resume_at.take() {
+            let split = turns.partition_point(|turn| self.sequences[turn.index].place() < first);
+            turns.rotate_left(split);
         }
-        if !newcomers {
-            for share in &mut shares {
-                let more = left.min(self.sequences[share.0].uncomputed() - share.1);
-                share.1 += more;
-                left -= more;
-            }
-        }
-        self.shares = shares;
+        turns
     }
 
-    /// What a sequence may use of `limit`: a prompt its share of the rows and, unless it is the last one, half the work.
-    fn share_of(&self, index: Index, limit: Budget) -> Budget {
-        let Some(place) = self.shares.iter().position(|share| share.0 == index) else { return limit };
-        let is_last = place + 1 == self.shares.len() && !self.may_let_in();
-        let least = Budget::of(self.sequences[index].computed(), 1).work;
-        let work = if is_last { limit.work } else { (limit.work / 2).max(least).min(limit.work) };
-        Budget { rows: limit.rows.min(self.shares[place].1), work }
+    /// A running sequence finds no room: it gives its own blocks up, if that is the policy, or waits in place.
+    fn wait_for_room(&mut self, index: Index) {
+        if self.yields(index) {
+            return self.evict(index, None);
+        }
+        let needed = self.blocks_for_rows(index, 1);
+        let available = self.available_to(index);
+        self.sequences.note_lacking(index, Some(Lacking::Blocks { needed, available }));
     }
 
     /// Whether the first in line has not been refused since anything was given up.
@@ -285,7 +241,8 @@ impl Scheduler {
                     return Some(lacking);
                 }
             };
-            if let Planned::Rows(used) = self.plan_sequence(plan, index, *budget) {
+            let wants = self.sequences[index].wants();
+            if let Planned::Rows(used) = self.plan_sequence(plan, index, wants, *budget) {
                 *budget = budget.minus(used);
             }
             if only_first {
@@ -295,51 +252,43 @@ impl Scheduler {
         None
     }
 
-    /// Plans as many rows of a sequence as budget and blocks allow, making room for at least one.
-    fn plan_sequence(&mut self, plan: &mut StepPlan, index: Index, budget: Budget) -> Planned {
+    /// Plans as many of the rows that a sequence wants as budget and blocks allow, making room for at least one.
+    fn plan_sequence(&mut self, plan: &mut StepPlan, index: Index, wants: Wants, budget: Budget) -> Planned {
         let Some(table) = self.sequences[index].table() else { return Planned::NoRoom };
         if self.cache.slides() {
             self.slide(index, table);
         }
-        let sequence = &self.sequences[index];
-        let wants = sequence.wants();
-        let computed = wants.computed;
-        let most = wants.rows().min(self.rows_promised(sequence)).min(budget.rows);
-        let mut rows = rows_within(computed, most, budget.work);
-        if rows == 0 {
+        let most = wants.rows().min(self.rows_promised(&self.sequences[index]));
+        let mut used = budget.most(wants.computed, most);
+        if used.rows == 0 {
             if plan.num_rows() > 0 {
                 return Planned::NoBudget;
             }
             // Progress: a step has at least one row.
-            rows = 1;
+            used = Budget::of(wants.computed, 1);
         }
-        let reserved = self.ledger.reserved_beside(sequence, &self.sequences, &self.cache);
-        if self.missing_to(index, blocks::for_rows(&self.cache, sequence, rows, reserved)) > 0 {
-            rows = self.room_for(index, rows);
-            if rows == 0 {
-                return Planned::NoRoom;
+        let Some(mut growth) = self.growth_of(index, used.rows) else { return Planned::NoRoom };
+        if self.missing_to(index, growth.needed()) > 0 {
+            let rows = self.room_for(index, used.rows);
+            match self.growth_of(index, rows).filter(|_| rows > 0) {
+                Some(smaller) => (growth, used) = (smaller, Budget::of(wants.computed, rows)),
+                None => return Planned::NoRoom,
             }
         }
         let sequence = &self.sequences[index];
-        let (tokens, drafts) = sequence.row_tokens(rows);
-        let known = tokens.len() as u32;
-        let Ok(first_row) = push_rows(&mut self.cache, plan, table, tokens, drafts, reserved) else {
+        let (tokens, drafts) = sequence.row_tokens(used.rows);
+        let Ok(first_row) = push_rows(&mut self.cache, plan, growth, tokens, drafts) else {
             debug_assert!(false, "blocks were counted before they were taken");
             return Planned::NoRoom;
         };
         if fault!(RegisteredWhenPlanned) {
-            let (namespace, known) =
-                (&sequence.terms.namespace, &sequence.tokens()[..(computed + known) as usize]);
-            let mut hashes = Vec::new();
-            self.cache.extend_hashes(namespace, known, &mut hashes);
-            self.cache.register(table, namespace, known, &hashes, &[]);
+            self.register_planned(index, wants.computed + tokens.len() as u32);
         }
-        let is_complete = known == wants.known && sequence.wants_token();
-        let logits =
-            if is_complete { request_logits(plan, sequence, first_row + known - 1, rows - known) } else { 0 };
-        self.sequences.plan(index, rows, logits, &self.cache);
+        let sequence = &self.sequences[index];
+        let logits = sequence.request_logits(&mut plan.logit_rows, first_row, used.rows);
+        self.sequences.plan(index, used.rows, logits, &self.cache);
         self.planned.push(index);
-        Planned::Rows(Budget::of(computed, rows))
+        Planned::Rows(used)
     }
 
     /// Gives back what a sequence's rows do not see any more.
@@ -362,11 +311,15 @@ impl Scheduler {
         }
     }
 
+    /// What `rows` more rows take.
+    fn growth_of(&self, index: Index, rows: u32) -> Option<Growth> {
+        let reserved = self.ledger.reserved_beside(index, &self.sequences, &self.cache);
+        blocks::growth(&self.cache, &self.sequences[index], rows, reserved)
+    }
+
     /// Free blocks that `rows` more rows take.
     fn blocks_for_rows(&self, index: Index, rows: u32) -> u32 {
-        let sequence = &self.sequences[index];
-        let reserved = self.ledger.reserved_beside(sequence, &self.sequences, &self.cache);
-        blocks::for_rows(&self.cache, sequence, rows, reserved)
+        self.growth_of(index, rows).map_or(u32::MAX, |growth| growth.needed())
     }
 
     /// Makes room for as many of `rows` rows as possible. Idle content gives way to all of them, running sequences only
@@ -389,38 +342,4 @@ impl Scheduler {
             .find(|&rows| self.make_room(index, self.blocks_for_rows(index, rows), true))
             .unwrap_or(0)
     }
-}
-
-/// Rows and work of a decoding sequence's next step: one row, drafts apart.
-fn decode_wants(sequence: &Sequence) -> Option<Budget> {
-    let wants = sequence.wants();
-    (wants.known == 1 && wants.computed > 0).then(|| Budget::of(wants.computed, wants.rows()))
-}
-
-/// Asks for the logits of `row`, the last known one, and of the `drafts` rows behind it. Returns how many logit rows that
-/// are.
-fn request_logits(plan: &mut StepPlan, sequence: &Sequence, row: u32, drafts: u32) -> u32 {
-    let (id, next_position, samples) = (sequence.id(), sequence.len(), sequence.samples());
-    if samples.is_empty() {
-        plan.logit_rows.push(LogitRow { sequence: id, row, num_rows: 1 + drafts, next_position });
-        return 1;
-    }
-    let of_sample =
-        |&sample| LogitRow { sequence: id.request().sample(sample), row, num_rows: 1, next_position };
-    plan.logit_rows.extend(samples.iter().map(of_sample));
-    samples.len() as u32
-}
-
-/// The most rows, up to `rows`, after a context of `computed` tokens whose work stays within `work`.
-fn rows_within(computed: u32, rows: u32, work: u64) -> u32 {
-    let fits = |rows: u32| rows_work(u64::from(rows), u64::from(computed) + u64::from(rows)) <= work;
-    if fits(rows) {
-        return rows;
-    }
-    let (mut low, mut high) = (0, rows);
-    while high - low > 1 {
-        let middle = low + (high - low) / 2;
-        if fits(middle) { low = middle } else { high = middle }
-    }
-    low
 }

@@ -155,6 +155,16 @@ impl Scheduler {
         }
     }
 
+    /// A fault: blocks can be found as soon as they are planned, before anything has computed them.
+    pub(super) fn register_planned(&mut self, index: Index, len: u32) {
+        let sequence = &self.sequences[index];
+        let Some(table) = sequence.table() else { return };
+        let (namespace, known) = (&sequence.terms.namespace, &sequence.tokens()[..len as usize]);
+        let mut hashes = Vec::new();
+        self.cache.extend_hashes(namespace, known, &mut hashes);
+        self.cache.register(table, namespace, known, &hashes, &[]);
+    }
+
     /// Nobody finds what an invalid sequence computed, nor what continues it.
     pub(super) fn forget_blocks(&mut self, index: Index) {
         let sequence = &self.sequences[index];

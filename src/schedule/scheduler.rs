@@ -11,6 +11,7 @@ use crate::cache::KvCache;
 use crate::config::CacheConfig;
 use crate::error::{Error, RequestError};
 use crate::ids::{RequestId, SequenceId, TokenId};
+use crate::schedule::budget::Turn;
 use crate::schedule::events::Events;
 use crate::schedule::ledger::Ledger;
 use crate::schedule::prefix::Matched;
@@ -61,10 +62,8 @@ pub struct Scheduler {
     pub(super) closed_at: Option<(Place, u64)>,
     /// Sequences of the outstanding plan, in its order.
     pub(super) planned: Vec<Index>,
-    /// Those that run, in the order in which the step that is planned has rows for them.
-    pub(super) order: Vec<Index>,
-    /// Rows that each prompt being read may have in the step that is planned.
-    pub(super) shares: Vec<(Index, u32)>,
+    /// Those that run, in the order in which the step that is planned has rows for them; kept for its memory.
+    pub(super) turns: Vec<Turn>,
     /// Where the budget ran out among decoding sequences: the next step begins with this place.
     pub(super) resume_at: Option<Place>,
     /// The step that is planned has no rows yet, and nobody finds room by usual means.
@@ -96,8 +95,7 @@ impl Scheduler {
             matched: Matched::default(),
             closed_at: None,
             planned: Vec::new(),
-            order: Vec::new(),
-            shares: Vec::new(),
+            turns: Vec::new(),
             resume_at: None,
             last_resort: false,
             spare_plan: StepPlan::default(),

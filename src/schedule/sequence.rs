@@ -43,6 +43,7 @@ use crate::schedule::admission::Lacking;
 use crate::schedule::blocks;
 use crate::schedule::request::{FinishReason, PrefixReport, Priority, Request};
 use crate::schedule::scheduler::Index;
+use crate::schedule::step_plan::LogitRow;
 pub(super) use sequences::Sequences;
 use std::sync::Arc;
 
@@ -276,6 +277,27 @@ impl Sequence {
         (&self.tokens[start..start + known], &self.drafts[..rows as usize - known])
     }
 
+    /// Asks for the logits of its last known token's row and of those of the drafts behind it, if all that is known is among
+    /// its `rows` from `first_row` on and another token is wanted. Returns how many logit rows that are.
+    pub(super) fn request_logits(&self, logits: &mut Vec<LogitRow>, first_row: u32, rows: u32) -> u32 {
+        let (len, known) = (self.tokens.len() as u32, self.tokens.len() as u32 - self.computed);
+        if rows < known || len >= self.terms.max_tokens {
+            return 0;
+        }
+        let row = |sequence, num_rows| LogitRow {
+            sequence,
+            row: first_row + known - 1,
+            num_rows,
+            next_position: len,
+        };
+        if self.samples.is_empty() {
+            logits.push(row(self.id, 1 + rows - known));
+            return 1;
+        }
+        logits.extend(self.samples.iter().map(|&sample| row(self.id.request().sample(sample), 1)));
+        self.samples.len() as u32
+    }
+
     pub(super) fn hashes(&self) -> &[u64] {
         &self.hashes
     }
@@ -368,7 +390,7 @@ impl Sequence {
 
     /// What it adds to the sums while it is in line or runs.
     pub(super) fn count(&self, cache: &KvCache) -> Counted {
-        let width = self.width();
+        let width = (self.samples.len() as u32).max(1);
         // Tables that it will need beside its own: for samples that have not parted, and where it shares its parent's
         // blocks when the outstanding step has ended.
         let tables = match (self.table, self.fork) {
@@ -378,7 +400,10 @@ impl Sequence {
         };
         match self.state {
             State::Running if self.protected => Counted { running: width, tables, owed: 0 },
-            State::Running => Counted { running: width, tables, owed: blocks::owed(cache, self) },
+            State::Running => {
+                let owed = blocks::beyond(cache, self.table, self.tokens.len() as u32, 0);
+                Counted { running: width, tables, owed }
+            }
             _ => Counted { running: 0, tables, owed: 0 },
         }
     }

@@ -2,7 +2,7 @@
 //!
 //! The scheduler and applications with a scheduler of their own build their steps here; nobody else writes a plan.
 
-use crate::cache::KvCache;
+use crate::cache::{Growth, KvCache};
 use crate::error::{CacheError, CommitError};
 use crate::ids::{PADDING_SLOT, SequenceId, TableId, TokenId};
 use crate::schedule::step_plan::{LogitRow, StackPlan, StepPlan, TableChange};
@@ -29,26 +29,23 @@ pub(super) fn begin_plan(cache: &mut KvCache, plan: &mut StepPlan) {
     plan.stacks.resize_with(cache.num_stacks() as usize, StackPlan::default);
 }
 
-/// Appends `tokens`, then `drafts`, to `table` and plans one row for each. Returns the first row. All or nothing.
+/// Appends `tokens`, then `drafts`, to the table that `growth` is for and plans one row for each. Returns the first row. All
+/// or nothing.
 pub(super) fn push_rows(
     cache: &mut KvCache,
     plan: &mut StepPlan,
-    table: TableId,
+    growth: Growth,
     tokens: &[TokenId],
     drafts: &[TokenId],
-    reserved: u32,
 ) -> Result<u32, CacheError> {
-    let start = cache.len(table)?;
-    let num_tokens = u32::try_from(tokens.len() + drafts.len()).unwrap_or(u32::MAX);
-    cache.slide(table);
-    let growth = cache.growth(table, num_tokens, cache.free_blocks().saturating_sub(reserved))?;
-    cache.grow(table, growth)?;
+    cache.grow(growth)?;
+    let (table, start, end) = (growth.table, growth.start, growth.start + growth.num_tokens);
+    debug_assert_eq!(growth.num_tokens as usize, tokens.len() + drafts.len());
     let first_row = plan.num_rows();
-    let end = start + num_tokens;
     plan.token_ids.extend_from_slice(tokens);
     plan.token_ids.extend_from_slice(drafts);
     plan.positions.extend(start..end);
-    plan.query_starts.push(first_row + num_tokens);
+    plan.query_starts.push(first_row + growth.num_tokens);
     plan.context_lens.push(end);
     plan.table_rows.push(table.row());
     for run in cache.runs(table) {
@@ -126,7 +123,13 @@ impl<'a> StepBuilder<'a> {
             return Err(CacheError::NoTokens { table });
         }
         self.check_outstanding()?;
-        let first_row = push_rows(self.cache, &mut self.plan, table, tokens, &[], 0)?;
+        let num_tokens = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
+        if self.cache.slides() {
+            self.cache.len(table)?;
+            self.cache.slide(table);
+        }
+        let growth = self.cache.growth(table, num_tokens, self.cache.free_blocks())?;
+        let first_row = push_rows(self.cache, &mut self.plan, growth, tokens, &[])?;
         Ok(first_row..self.plan.num_rows())
     }
 
