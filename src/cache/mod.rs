@@ -425,6 +425,7 @@ impl KvCache {
             run.mark_replaced(lane.end_of(len));
             if run.end() == run.first {
                 run.first = lane.first_of(len);
+                run.dirty_from = run.dirty_from.max(run.first);
             }
         }
         self.step_back(row, len.div_ceil(self.node_tokens));

@@ -220,7 +220,8 @@ impl KvCache {
         let row = table.row as usize;
         let len = found.num_tokens;
         for (lane, run) in found.runs.iter().enumerate() {
-            self.tables[row].runs[lane].first = run.first;
+            let own = &mut self.tables[row].runs[lane];
+            (own.first, own.dirty_from) = (run.first, run.first);
             for &block in &run.blocks {
                 self.pool.retain(block);
                 // A hit has needed it, and others may.

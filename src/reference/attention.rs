@@ -27,10 +27,10 @@ impl<'a> AttentionInputs<'a> {
     }
 
     /// Tokens that a sequence's last row sees, and its rows.
-    pub(super) fn context_and_rows(&self, sequence: u32) -> (u32, u32) {
+    pub(super) fn context_and_rows(&self, sequence: u32) -> (usize, usize) {
         let starts = self.plan.query_starts();
         let rows = starts[sequence as usize + 1] - starts[sequence as usize];
-        (self.plan.context_lens()[sequence as usize], rows)
+        (self.plan.context_lens()[sequence as usize] as usize, rows as usize)
     }
 
     /// The query of one head in one row.

@@ -40,7 +40,7 @@ pub fn attention_prefill(
                 softmax.push_query(
                     inputs.query_of(first_row + row, head),
                     inputs.scale,
-                    visible_end(context, rows, row),
+                    visible_end(context, rows, row as usize) as u32,
                 );
             }
             softmax.attend(KeySpan {

@@ -40,7 +40,7 @@ pub struct DenseOutput {
 ///
 /// # Panics
 /// When there are no heads, a head has no elements, kv heads do not divide query heads, or a tensor's length is no whole
-/// number of rows, or of as many as the keys'; or for more than 2^32 rows or tokens.
+/// number of rows, or of as many as the keys'.
 pub fn dense_attention(inputs: &DenseInputs<'_>) -> DenseOutput {
     let (query_heads, kv_heads) = (inputs.num_query_heads as usize, inputs.num_kv_heads as usize);
     let (k_len, v_len) = (inputs.k_head_dim as usize, inputs.v_head_dim as usize);
@@ -61,7 +61,7 @@ pub fn dense_attention(inputs: &DenseInputs<'_>) -> DenseOutput {
     for (index, query) in inputs.query.chunks_exact(k_len).enumerate() {
         let (row, head) = (index / query_heads, index % query_heads);
         let kv_head = head / (query_heads / kv_heads);
-        let visible = visible_end(tokens as u32, rows as u32, row as u32) as usize;
+        let visible = visible_end(tokens, rows, row);
         let logits: Vec<f64> = (0..visible)
             .map(|token| {
                 let key = &inputs.keys[(token * kv_heads + kv_head) * k_len..][..k_len];
