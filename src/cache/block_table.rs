@@ -8,12 +8,13 @@ use crate::cache::lane::Lane;
 use crate::cache::prefix_cache::NodeId;
 use crate::ids::BlockId;
 use std::collections::VecDeque;
+use std::ops::{Deref, DerefMut};
 
 /// A table row: live while it belongs to a sequence.
 #[derive(Debug, Default)]
 pub(super) struct BlockTable {
     /// One for each lane.
-    pub(super) runs: Vec<Run>,
+    pub(super) runs: Runs,
     /// Tokens whose slots are taken, the outstanding step's included.
     pub(super) len: u32,
     /// Tokens this table may hold.
@@ -35,6 +36,47 @@ pub(super) struct BlockTable {
     pub(super) parked: bool,
 }
 
+/// The runs of a table: a slice. The only one lies in the table itself, for each step reads it.
+#[derive(Debug)]
+pub(super) enum Runs {
+    One(Run),
+    Many(Vec<Run>),
+}
+
+impl Default for Runs {
+    fn default() -> Self {
+        Self::One(Run::default())
+    }
+}
+
+impl Runs {
+    fn make_room_for(&mut self, num_lanes: usize) {
+        if self.len() != num_lanes {
+            *self = Self::Many(std::iter::repeat_with(Run::default).take(num_lanes).collect());
+        }
+    }
+}
+
+impl Deref for Runs {
+    type Target = [Run];
+
+    fn deref(&self) -> &[Run] {
+        match self {
+            Self::One(run) => std::slice::from_ref(run),
+            Self::Many(runs) => runs,
+        }
+    }
+}
+
+impl DerefMut for Runs {
+    fn deref_mut(&mut self) -> &mut [Run] {
+        match self {
+            Self::One(run) => std::slice::from_mut(run),
+            Self::Many(runs) => runs,
+        }
+    }
+}
+
 /// A table's blocks in one lane.
 #[derive(Debug, Default)]
 pub(super) struct Run {
@@ -54,7 +96,7 @@ impl BlockTable {
     /// Takes the row for a new sequence. Its vectors grow to what it may hold at once, so later growth reallocates nothing.
     pub(super) fn open(&mut self, lanes: &[Lane], max_tokens: u32) {
         debug_assert!(!self.live && self.num_blocks() == 0, "a live table is opened again");
-        self.runs.resize_with(lanes.len(), Run::default);
+        self.runs.make_room_for(lanes.len());
         for (run, lane) in self.runs.iter_mut().zip(lanes) {
             run.blocks.reserve(lane.most_blocks(max_tokens, 1) as usize);
             (run.first, run.dirty_from, run.borrowed) = (lane.start, lane.start, None);
@@ -85,7 +127,10 @@ impl BlockTable {
 
     /// Blocks in the pool, of all runs.
     pub(super) fn pool_blocks(&self) -> u32 {
-        self.runs.iter().map(|run| run.blocks.len() as u32).sum()
+        match &self.runs[..] {
+            [run] => run.blocks.len() as u32,
+            runs => runs.iter().map(|run| run.blocks.len() as u32).sum(),
+        }
     }
 
     /// Blocks in the host pool, of all runs.

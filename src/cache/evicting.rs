@@ -28,6 +28,11 @@ impl KvCache {
         self.pool.is_pinned_content(block)
     }
 
+    /// Blocks of pinned content that nobody holds.
+    pub(crate) fn num_pinned(&self) -> u32 {
+        self.pool.num_retained()
+    }
+
     /// Changes whenever something that could be found is not found any more.
     pub(crate) fn num_evictions(&self) -> u64 {
         self.evictions

@@ -129,7 +129,7 @@ mod tests {
 
     fn counts(cache: &KvCache) -> Vec<u32> {
         let mut counts = vec![0; cache.config.num_blocks() as usize];
-        for block in cache.tables.iter().flat_map(|table| &table.runs).flat_map(|run| &run.blocks) {
+        for block in cache.tables.iter().flat_map(|table| table.runs.iter()).flat_map(|run| &run.blocks) {
             counts[block.0 as usize] += 1;
         }
         counts

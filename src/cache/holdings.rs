@@ -12,6 +12,7 @@ use crate::ids::{BlockId, TableId};
 pub(crate) struct PlannedRun<'a> {
     pub(crate) stack: u32,
     pub(crate) block_size: u32,
+    pub(crate) block_shift: u32,
     /// Logical block that `blocks` begins with, all of them in the pool.
     pub(crate) first_entry: u32,
     pub(crate) blocks: &'a [BlockId],
@@ -26,9 +27,10 @@ impl KvCache {
     /// The runs of a table, lane by lane; those of one stack in the order of their tokens.
     pub(crate) fn runs(&self, table: TableId) -> impl Iterator<Item = PlannedRun<'_>> {
         let runs = &self.tables[table.row as usize].runs;
-        self.lanes.iter().zip(runs).map(|(lane, run)| PlannedRun {
+        self.lanes.iter().zip(runs.iter()).map(|(lane, run)| PlannedRun {
             stack: lane.stack,
             block_size: lane.block_size(),
+            block_shift: lane.block_size().trailing_zeros(),
             first_entry: run.first,
             blocks: &run.blocks,
             dirty_from: run.dirty_from,
@@ -73,13 +75,13 @@ impl KvCache {
 
     fn lasting(&self, table: TableId) -> impl Iterator<Item = (&Lane, &Run)> {
         let table = self.live(table).ok();
-        let runs = table.into_iter().flat_map(|table| self.lanes.iter().zip(&table.runs));
+        let runs = table.into_iter().flat_map(|table| self.lanes.iter().zip(table.runs.iter()));
         runs.filter(|(lane, _)| !lane.slides())
     }
 
     /// Whether some lane gives blocks back while a sequence lives.
     pub(crate) fn slides(&self) -> bool {
-        self.lanes.iter().any(Lane::slides)
+        self.slides
     }
 
     /// Windows are reckoned with at most `rows` rows of a sequence in a step.
@@ -99,11 +101,22 @@ impl KvCache {
 
     /// The most blocks that a sequence holds while its first `len` tokens are read. A pool that does not hold the largest
     /// steps' holds smaller ones'.
-    pub(crate) fn blocks_to_read(&self, len: u32) -> u32 {
+    fn blocks_to_read(&self, len: u32) -> u32 {
         let rows = self.rows_at_most;
         let most =
             self.lanes.iter().fold(0, |sum: u32, lane| sum.saturating_add(lane.most_blocks(len, rows)));
         if most > self.config.num_blocks() { self.blocks_at_least(len) } else { most }
+    }
+
+    /// Blocks that `len` tokens take, while they are read, beyond those that a table has, and `found` more.
+    pub(crate) fn blocks_beyond(&self, table: Option<TableId>, len: u32, found: u32) -> u32 {
+        if self.is_plain {
+            // Asked of each sequence in each step.
+            let held = table.map_or(0, |table| self.tables[table.row as usize].runs[0].blocks.len() as u32);
+            return self.lanes[0].end_of(len).saturating_sub(held + found);
+        }
+        let held = table.map_or(0, |table| self.num_held(table));
+        self.blocks_to_read(len).saturating_sub(held + found)
     }
 
     /// The most blocks of `samples` sequences together that begin with the same `shared` tokens: they share what these fill
@@ -123,21 +136,25 @@ impl KvCache {
     pub(crate) fn still_needed(&self, table: Option<TableId>, max_tokens: u32) -> u32 {
         let rows = self.rows_at_most;
         let table = table.and_then(|table| self.live(table).ok());
-        let of_lane = |(index, lane): (usize, &Lane)| {
+        let mut needed = 0;
+        for (index, lane) in self.lanes.iter().enumerate() {
             let most = lane.most_blocks(max_tokens, rows);
-            let Some(table) = table else { return most };
-            let run = &table.runs[index];
+            let Some((table, run)) = table.map(|table| (table, &table.runs[index])) else {
+                needed += most;
+                continue;
+            };
             if lane.slides() {
                 // What others hold as well is not free when it falls behind the window.
                 let own = |&&block: &&BlockId| {
                     self.pool.ref_count(block) == 1 && !self.pool.is_pinned_content(block)
                 };
-                return most.saturating_sub(run.blocks.iter().filter(own).count() as u32);
+                needed += most.saturating_sub(run.blocks.iter().filter(own).count() as u32);
+            } else {
+                let copied = run.borrowed.is_some() || self.shared_tail(table, index).is_some();
+                needed += most.saturating_sub(run.blocks.len() as u32) + u32::from(copied);
             }
-            let copied = self.shared_tail(table, index).is_some() || run.borrowed.is_some();
-            most.saturating_sub(run.blocks.len() as u32) + u32::from(copied)
-        };
-        self.lanes.iter().enumerate().map(of_lane).sum()
+        }
+        needed
     }
 
     /// The most rows, up to `rows`, that `free` more blocks hold.

@@ -13,6 +13,7 @@
 //! It is arithmetic alone.
 
 use crate::reach::{Reach, Stack};
+use std::ops::Range;
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Lane {
@@ -24,6 +25,8 @@ pub(super) struct Lane {
     end: u32,
     /// Of a lane that slides; otherwise all that it has of a sequence stays.
     reach: Reach,
+    slides: bool,
+    is_whole: bool,
     block_shift: u32,
 }
 
@@ -35,21 +38,35 @@ impl Lane {
             let block_shift = block_size.trailing_zeros();
             let first = reach.first_blocks(node_tokens) << (node_tokens.trailing_zeros() - block_shift);
             if first > 0 {
-                lanes.push(Self { stack, start: 0, end: first, reach: Reach::All, block_shift });
+                lanes.push(Self::new(stack, 0..first, Reach::All, block_shift));
             }
-            lanes.push(Self { stack, start: first, end: u32::MAX, reach, block_shift });
+            lanes.push(Self::new(stack, first..u32::MAX, reach, block_shift));
         }
         lanes
     }
 
+    fn new(stack: u32, entries: Range<u32>, reach: Reach, block_shift: u32) -> Self {
+        let Range { start, end } = entries;
+        let slides = !reach.is_all();
+        Self {
+            stack,
+            start,
+            end,
+            reach,
+            slides,
+            is_whole: !slides && start == 0 && end == u32::MAX,
+            block_shift,
+        }
+    }
+
     /// Whether it gives blocks back while its sequence lives.
     pub(super) fn slides(&self) -> bool {
-        !self.reach.is_all()
+        self.slides
     }
 
     /// Whether it has everything of a sequence, from beginning to end.
     pub(super) fn is_whole(&self) -> bool {
-        !self.slides() && self.start == 0 && self.is_last()
+        self.is_whole
     }
 
     /// Whether it is the last lane of its stack: every stack has one.
@@ -72,6 +89,11 @@ impl Lane {
         entry << self.block_shift
     }
 
+    /// Slots of all logical blocks before one.
+    pub(super) fn slots_before(&self, entry: u32) -> u64 {
+        u64::from(entry) << self.block_shift
+    }
+
     /// The token after the last one that the lane has a block for.
     pub(super) fn end_token(&self) -> u32 {
         if self.is_last() { u32::MAX } else { self.tokens_before(self.end) }
@@ -85,7 +107,7 @@ impl Lane {
     /// The logical block after the last one that `len` tokens need.
     pub(super) fn end_of(&self, len: u32) -> u32 {
         let blocks = (len >> self.block_shift) + u32::from(len & (self.block_size() - 1) != 0);
-        blocks.clamp(self.start, self.end)
+        blocks.max(self.start).min(self.end)
     }
 
     /// The first logical block that must stay when `len` tokens are computed.
@@ -105,6 +127,9 @@ impl Lane {
     /// The most blocks that a sequence holds here on its way to `max_tokens`, with at most `rows` rows in a step.
     pub(super) fn most_blocks(&self, max_tokens: u32, rows: u32) -> u32 {
         let all = self.end_of(max_tokens) - self.start;
+        if !self.slides {
+            return all;
+        }
         match self.reach {
             Reach::Window { tokens, .. } => {
                 let window = Reach::Window { tokens, first: 0 };

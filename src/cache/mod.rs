@@ -101,7 +101,13 @@ pub struct BlockSwap {
 pub struct KvCache {
     config: CacheConfig,
     instance: u64,
+    /// The configuration's, which each plan carries.
+    fingerprint: u64,
     lanes: Vec<Lane>,
+    /// Whether there is one lane, which keeps everything.
+    is_plain: bool,
+    /// Whether some lane gives blocks back while a sequence lives.
+    slides: bool,
     /// Tokens of a node of the prefix cache.
     node_tokens: u32,
     pool: BlockPool,
@@ -145,9 +151,12 @@ impl KvCache {
         let lanes = Lane::of(&stacks, node_tokens);
         Self {
             nodes: NodeBlocks::new(&lanes, node_tokens),
+            is_plain: lanes.len() == 1 && lanes[0].is_whole(),
+            slides: lanes.iter().any(Lane::slides),
             lanes,
             node_tokens,
             instance: INSTANCES.fetch_add(1, Ordering::Relaxed),
+            fingerprint: config.fingerprint(),
             pool: BlockPool::new(config.num_blocks()),
             tables: (0..max_sequences).map(|_| BlockTable::default()).collect(),
             free_rows: (0..max_sequences).rev().collect(),
@@ -180,6 +189,10 @@ impl KvCache {
     /// The configuration it was made with.
     pub fn config(&self) -> &CacheConfig {
         &self.config
+    }
+
+    pub(crate) fn fingerprint(&self) -> u64 {
+        self.fingerprint
     }
 
     /// Tells this cache from every other one in the process.
@@ -278,7 +291,7 @@ impl KvCache {
     /// Whether a table has everything that rows after its first `len` tokens see: no window has left it behind.
     pub(crate) fn reaches(&self, table: TableId, len: u32) -> bool {
         let runs = &self.tables[table.row as usize].runs;
-        self.lanes.iter().zip(runs).all(|(lane, run)| run.first <= lane.first_of(len))
+        self.lanes.iter().zip(runs.iter()).all(|(lane, run)| run.first <= lane.first_of(len))
     }
 
     #[cold]
@@ -538,6 +551,20 @@ impl KvCache {
         }
     }
 
+    /// Slots that last blocks leave unused, summed over tables.
+    ///
+    /// # Complexity
+    /// O(tables).
+    pub(crate) fn tail_waste_tokens(&self) -> u64 {
+        let mut waste = 0;
+        for table in self.tables.iter().filter(|table| table.live) {
+            for (lane, run) in self.lanes.iter().zip(table.runs.iter()) {
+                waste += lane.slots_before(run.pool_end()).saturating_sub(table.len.into());
+            }
+        }
+        waste
+    }
+
     /// A snapshot of the pool.
     ///
     /// # Complexity
@@ -566,6 +593,7 @@ impl KvCache {
             stats.host_held_blocks = host.num_held();
             stats.host_in_transfer_blocks = host.num_in_transfer();
         }
+        stats.tail_waste_tokens = self.tail_waste_tokens();
         for table in self.tables.iter().filter(|table| table.live) {
             let mut in_pool = table.len;
             for (run, lane) in table.runs.iter().zip(&self.lanes).filter(|(run, _)| !run.host.is_empty()) {
@@ -574,10 +602,6 @@ impl KvCache {
             stats.num_tables += 1;
             stats.tokens += u64::from(in_pool);
             stats.host_tokens += u64::from(table.len - in_pool);
-            for (run, lane) in table.runs.iter().zip(&self.lanes).filter(|(run, _)| !run.blocks.is_empty()) {
-                let slots = u64::from(run.pool_end()) << lane.block_size().trailing_zeros();
-                stats.tail_waste_tokens += slots.saturating_sub(u64::from(table.len));
-            }
         }
         stats
     }

@@ -296,7 +296,7 @@ impl KvCache {
                 places -= 1;
             }
             self.step_back(row, places);
-            for (lane, run) in self.lanes.iter().zip(&mut self.tables[row].runs) {
+            for (lane, run) in self.lanes.iter().zip(self.tables[row].runs.iter_mut()) {
                 run.borrowed = run.borrowed.filter(|&entry| self.nodes.place_of(lane, entry) < places);
             }
         }

@@ -1,6 +1,6 @@
 //! The outstanding step: growth, copy-on-write, and the journal that undoes them.
 
-use crate::cache::block_table::BlockTable;
+use crate::cache::block_table::{BlockTable, Run};
 use crate::cache::{BlockCopy, BlockSwap, KvCache, Retention};
 use crate::error::CacheError;
 use crate::ids::{BlockId, StepId, TableId};
@@ -95,14 +95,12 @@ impl KvCache {
         let len = table.len.saturating_add(num_tokens);
         let mut growth =
             Growth { table: id, start: table.len, num_tokens, new: 0, copies: 0, lent: 0, returning: 0 };
-        for (lane, run) in table.runs.iter().enumerate() {
-            growth.new += self.lanes[lane].end_of(len).saturating_sub(run.end());
+        for (index, (run, lane)) in table.runs.iter().zip(&self.lanes).enumerate() {
+            growth.new += lane.end_of(len).saturating_sub(run.end());
             growth.returning += run.host.len() as u32;
-            if num_tokens == 0 {
-                continue;
-            }
-            let shared_on_host = || !run.host.is_empty() && self.shares_tail_in_host_pool(table, lane);
-            if self.shared_tail(table, lane).is_some() || shared_on_host() {
+            let Some(entry) = lane.tail_of(table.len).filter(|_| num_tokens > 0) else { continue };
+            let shared_on_host = || !run.host.is_empty() && self.shares_tail_in_host_pool(table, index);
+            if self.is_shared_tail(run, entry, table.len) || shared_on_host() {
                 growth.copies += 1;
             } else if run.borrowed.is_some() {
                 growth.lent += 1;
@@ -123,13 +121,18 @@ impl KvCache {
         slot.is_some_and(|&slot| self.host.as_ref().is_some_and(|host| host.ref_count(slot) > 1))
     }
 
-    /// The entry of the block that the next token is written into, if it is partly filled and not this table's to write:
-    /// others hold it too, or would after a rollback and have more tokens in it.
+    /// The entry of the block that the next token is written into, if it is partly filled and not this table's to write.
     pub(super) fn shared_tail(&self, table: &BlockTable, lane: usize) -> Option<u32> {
         let entry = self.lanes[lane].tail_of(table.len)?;
-        let block = table.runs[lane].block_at(entry)?;
+        self.is_shared_tail(&table.runs[lane], entry, table.len).then_some(entry)
+    }
+
+    /// Whether a partly filled block is not its table's to write: others hold it too, or would after a rollback and have
+    /// more tokens in it than `len`.
+    fn is_shared_tail(&self, run: &Run, entry: u32, len: u32) -> bool {
+        let Some(block) = run.block_at(entry) else { return false };
         let shared = self.pool.ref_count(block) > u32::from(!fault!(LastHolderCopies));
-        (shared && !fault!(SharedBlockWritten) || self.is_left_longer(block, table.len)).then_some(entry)
+        shared && !fault!(SharedBlockWritten) || self.is_left_longer(block, len)
     }
 
     /// Whether a table with more than `len` tokens left `block` by a copy of the outstanding step.
@@ -242,11 +245,11 @@ impl KvCache {
         let row = table.row as usize;
         for lane in 0..self.lanes.len() {
             if growth.num_tokens > 0 {
-                self.make_tail_writable(table, lane, growth.lent > 0);
+                self.make_tail_writable(growth, lane);
             }
         }
         self.step_back(row, len / self.node_tokens);
-        for lane in 0..self.lanes.len() {
+        for lane in (0..self.lanes.len()).filter(|_| growth.new > 0) {
             for _ in self.tables[row].runs[lane].end()..self.lanes[lane].end_of(tokens) {
                 let Some(block) = self.take_block() else {
                     self.poison("the free list is shorter than its count");
@@ -270,17 +273,18 @@ impl KvCache {
     }
 
     /// Sees to it that the block that the next token is written into is this table's alone.
-    fn make_tail_writable(&mut self, table: TableId, lane: usize, copies_lent: bool) {
+    fn make_tail_writable(&mut self, growth: Growth, lane: usize) {
+        let Growth { table, start, copies, lent, .. } = growth;
+        let Some(entry) = self.lanes[lane].tail_of(start) else { return };
         let row = table.row as usize;
-        let lent = self.tables[row].runs[lane].borrowed.filter(|_| copies_lent);
-        if let Some(entry) = self.shared_tail(&self.tables[row], lane).or(lent) {
-            self.copy_on_write(table, lane, entry);
-        } else if let Some(entry) = self.lanes[lane].tail_of(self.tables[row].len) {
-            let tail = self.tables[row].runs[lane].block_at(entry);
-            if let Some(tail) = tail.filter(|&tail| self.pool.is_cached(tail)) {
-                self.forget_block(tail);
-                self.mark_replaced(row, lane, entry);
-            }
+        let run = &self.tables[row].runs[lane];
+        let is_lent = lent > 0 && run.borrowed.is_some();
+        if is_lent || copies > 0 && self.shared_tail(&self.tables[row], lane).is_some() {
+            return self.copy_on_write(table, lane, entry);
+        }
+        if let Some(tail) = run.block_at(entry).filter(|&tail| self.pool.is_cached(tail)) {
+            self.forget_block(tail);
+            self.mark_replaced(row, lane, entry);
         }
     }
 

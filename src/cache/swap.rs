@@ -313,7 +313,7 @@ impl KvCache {
     /// + tables + what they had moved out since).
     pub(super) fn cut_lost(&mut self, since: StepId) {
         for row in 0..self.tables.len() {
-            let lanes = self.lanes.iter().zip(&self.tables[row].runs);
+            let lanes = self.lanes.iter().zip(self.tables[row].runs.iter());
             let lost = lanes.filter_map(|(lane, run)| {
                 Some(lane.tokens_before(run.pool_end() + self.first_lost(run, since)?))
             });

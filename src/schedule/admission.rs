@@ -238,7 +238,7 @@ impl Scheduler {
         let taken = found.map_or(0, |found| self.cache.blocks_taken_by(found));
         // A block that matches in part is taken, and copied.
         let adopted = found.map_or(0, |found| found.num_full_blocks());
-        let own = blocks::beyond(&self.cache, sequence.table(), target, adopted);
+        let own = self.cache.blocks_beyond(sequence.table(), target, adopted);
         // Prompts that are being read still need blocks that they were let in for. Those of lower classes step back.
         let (priority, place) = (sequence.priority(), sequence.place());
         let owed_by = |sequence: &Sequence| sequence.counted().map_or(0, |counted| counted.owed);

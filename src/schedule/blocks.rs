@@ -3,7 +3,7 @@
 //! Pure questions to a cache about one sequence. Nothing here knows of others, of promises or of policy.
 
 use crate::cache::{Growth, KvCache};
-use crate::ids::{BlockId, TableId};
+use crate::ids::BlockId;
 use crate::schedule::sequence::Sequence;
 
 /// The blocks of a sequence in the pool.
@@ -51,12 +51,6 @@ pub(super) fn has_open_tail(cache: &KvCache, sequence: &Sequence) -> bool {
 pub(super) fn to_be_shared(cache: &KvCache, sequence: &Sequence, end: u32) -> impl Iterator<Item = BlockId> {
     let fork = sequence.fork();
     fork.into_iter().flat_map(move |fork| cache.lasting_full(fork.parent, fork.at.min(end)))
-}
-
-/// Blocks that `len` tokens take beyond those that a table has, and `found` more.
-pub(super) fn beyond(cache: &KvCache, table: Option<TableId>, len: u32, found: u32) -> u32 {
-    let held = table.map_or(0, |table| cache.num_held(table));
-    cache.blocks_to_read(len).saturating_sub(held + found)
 }
 
 /// What `rows` more rows of a sequence take, to be carried out by the step, where `reserved` blocks are kept for others.

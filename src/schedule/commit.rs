@@ -42,7 +42,7 @@ impl Scheduler {
         self.spare_plan = plan;
         self.forget_own_tails();
         self.stats.steps += 1;
-        let waste = self.cache.stats().tail_waste_tokens;
+        let waste = self.cache.tail_waste_tokens();
         self.stats.tail_waste_tokens_peak = self.stats.tail_waste_tokens_peak.max(waste);
         self.cache.check_poison()?;
         Ok(self.events.tell())

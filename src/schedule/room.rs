@@ -26,7 +26,7 @@ impl Scheduler {
         if !self.last_resort {
             return false;
         }
-        let missing = missing.saturating_sub(self.cache.stats().pinned_blocks);
+        let missing = missing.saturating_sub(self.cache.num_pinned());
         match self.victims_for(index, missing, reach, Resort::Last) {
             Some(victims) => self.take_from(&victims, index, needed, Resort::Last),
             None => false,

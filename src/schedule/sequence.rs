@@ -40,7 +40,6 @@ mod sequences;
 use crate::cache::{KvCache, Namespace, RetainRange};
 use crate::ids::{SequenceId, TableId, TokenId};
 use crate::schedule::admission::Lacking;
-use crate::schedule::blocks;
 use crate::schedule::request::{FinishReason, PrefixReport, Priority, Request};
 use crate::schedule::scheduler::Index;
 use crate::schedule::step_plan::LogitRow;
@@ -401,7 +400,7 @@ impl Sequence {
         match self.state {
             State::Running if self.protected => Counted { running: width, tables, owed: 0 },
             State::Running => {
-                let owed = blocks::beyond(cache, self.table, self.tokens.len() as u32, 0);
+                let owed = cache.blocks_beyond(self.table, self.len(), 0);
                 Counted { running: width, tables, owed }
             }
             _ => Counted { running: 0, tables, owed: 0 },

@@ -22,7 +22,7 @@ pub(super) fn begin_plan(cache: &mut KvCache, plan: &mut StepPlan) {
     plan.clear();
     plan.step = cache.begin_step();
     plan.cache_instance = cache.instance();
-    plan.fingerprint = cache.config().fingerprint();
+    plan.fingerprint = cache.fingerprint();
     plan.forgotten_devices = cache.forgotten_devices();
     plan.last_committed = cache.last_committed();
     plan.query_starts.push(0);
@@ -43,21 +43,25 @@ pub(super) fn push_rows(
     debug_assert_eq!(growth.num_tokens as usize, tokens.len() + drafts.len());
     let first_row = plan.num_rows();
     plan.token_ids.extend_from_slice(tokens);
-    plan.token_ids.extend_from_slice(drafts);
+    if !drafts.is_empty() {
+        plan.token_ids.extend_from_slice(drafts);
+    }
     plan.positions.extend(start..end);
     plan.query_starts.push(first_row + growth.num_tokens);
     plan.context_lens.push(end);
     plan.table_rows.push(table.row());
     for run in cache.runs(table) {
         let stack = &mut plan.stacks[run.stack as usize];
-        let (shift, mask) = (run.block_size.trailing_zeros(), run.block_size - 1);
-        let positions = run.first_token.max(start)..run.end_token.min(end);
-        stack.slot_mapping.extend(positions.map(|position| {
-            let slot = position & mask;
+        let slot_of = |position: u32| {
+            let slot = position & (run.block_size - 1);
             let slot = if fault!(SlotShared) { slot & !1 } else { slot };
-            let block = run.blocks[((position >> shift) - run.first_entry) as usize];
-            (block.index() << shift) + slot
-        }));
+            let block = run.blocks[((position >> run.block_shift) - run.first_entry) as usize];
+            (block.index() << run.block_shift) + slot
+        };
+        match run.first_token.max(start)..run.end_token.min(end) {
+            one if one.len() == 1 => stack.slot_mapping.push(slot_of(one.start)),
+            positions => stack.slot_mapping.extend(positions.map(slot_of)),
+        }
         let unchanged = run.dirty_from - run.first_entry;
         let changed = &run.blocks[unchanged as usize..];
         if !changed.is_empty() {
