@@ -57,6 +57,7 @@ use crate::config::{ArenaLayout, CacheConfig, ModelShape};
 use crate::error::{BindError, DeviceError, PrepareError};
 use crate::schedule::{SplitConfig, StepPlan, TransferReport, WorkSplit};
 use capabilities::Capabilities;
+use lease::HeldPasses;
 use params::STEP_PARAMS_WORDS;
 use pipelines::{Compilation, Layouts, Pipelines};
 use pool::{Pool, PoolContext, slot_context};
@@ -279,6 +280,7 @@ impl PagedAttention {
             pool: self.pool.id,
             slot,
             lease,
+            held_passes: HeldPasses::default(),
             metadata: slot_state.buffer.clone(),
             params: slot_state.record.params,
             transfer,

@@ -2,7 +2,7 @@
 
 use crate::error::RecordError;
 use crate::gpu::PagedAttention;
-use crate::gpu::lease::{Commands, Lease};
+use crate::gpu::lease::{Commands, HeldPasses, Lease};
 use crate::gpu::metadata::Slot;
 use crate::gpu::params::StepParams;
 use crate::gpu::tensors::BoundTensors;
@@ -23,6 +23,7 @@ pub struct PreparedStep {
     pub(super) pool: u64,
     pub(super) slot: usize,
     pub(super) lease: Arc<Lease>,
+    pub(super) held_passes: HeldPasses,
     pub(super) metadata: wgpu::Buffer,
     pub(super) params: StepParams,
     /// Counts the arrivals of the step's swaps, if it has any; given away when they are recorded.
@@ -165,7 +166,7 @@ impl PagedAttention {
         if pairs == 0 {
             return;
         }
-        hold_lease(pass, step);
+        step.held_passes.hold(pass, &step.lease);
         pass.push_debug_group("paged_kv.block_copy");
         pass.set_pipeline(&self.pipelines.block_copy);
         for arena in 0..self.pool.arenas.num_arenas() {
@@ -244,7 +245,7 @@ impl PagedAttention {
         if step.rows() == 0 {
             return Ok(());
         }
-        hold_lease(pass, step);
+        step.held_passes.hold(pass, &step.lease);
         if part != LayerPart::Attention {
             step.dispatches += self.append(pass, step, layer, tensors);
         }
@@ -415,10 +416,4 @@ struct LayerPass<'a> {
     slot: &'a Slot,
     layer: u32,
     tensors: &'a BoundTensors,
-}
-
-/// Keeps the step's metadata until the submission that the pass becomes part of has completed, or will never be.
-fn hold_lease(pass: &mut ComputePass<'_>, step: &PreparedStep) {
-    let commands = Commands::new(&step.lease);
-    pass.on_submitted_work_done(move || commands.completed());
 }
