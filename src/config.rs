@@ -6,9 +6,13 @@
 use crate::error::ConfigError;
 use crate::layout::{ArenaLayout, BlockLayout, MAX_ARENA_BYTES};
 use crate::model::{KvFormat, ModelShape};
+use crate::reach::Stack;
+use crate::stacks::{GroupLayout, Stacks};
 
 /// Block size where nothing else is asked for, in tokens.
 pub const DEFAULT_BLOCK_SIZE: u32 = 16;
+/// Rows of a step where nothing else is asked for.
+pub(crate) const DEFAULT_STEP_TOKENS: u32 = 512;
 /// Number of block tables where nothing else is asked for.
 pub const DEFAULT_MAX_SEQUENCES: u32 = 64;
 
@@ -36,7 +40,9 @@ enum Sizing {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct CacheConfig {
     sizing: Sizing,
-    layout: BlockLayout,
+    shape: ModelShape,
+    format: KvFormat,
+    stacks: Stacks,
     num_blocks: u32,
     max_sequences: u32,
     max_sequence_tokens: u32,
@@ -85,14 +91,16 @@ impl CacheConfig {
     }
 
     fn sized(sizing: Sizing, shape: &ModelShape, format: KvFormat) -> Result<Self, ConfigError> {
-        let layout = BlockLayout::new(shape, format, DEFAULT_BLOCK_SIZE)?;
+        let stacks = Stacks::cut(shape, format, DEFAULT_BLOCK_SIZE)?;
         let max_sequences = match sizing {
             Sizing::Context { chats, .. } => chats.max(DEFAULT_MAX_SEQUENCES),
             _ => DEFAULT_MAX_SEQUENCES,
         };
         Self {
             sizing,
-            layout,
+            shape: shape.clone(),
+            format,
+            stacks,
             num_blocks: 0,
             max_sequences,
             max_sequence_tokens: 0,
@@ -102,13 +110,14 @@ impl CacheConfig {
         .resized()
     }
 
-    /// The same rule with blocks of `block_size` tokens: a power of two from 1 to 4,096.
+    /// The same rule with blocks of `block_size` tokens: a power of two from 1 to 4,096. Where groups of layers have blocks
+    /// of different sizes, that of the smallest ones.
     ///
     /// # Errors
     /// [`ConfigError::BlockSize`], [`ConfigError::Overflow`] when the bytes of the host pool exceed 2^64, or as the
     /// constructor.
     pub fn with_block_size(mut self, block_size: u32) -> Result<Self, ConfigError> {
-        self.layout = self.layout.with_block_size(block_size)?;
+        self.stacks = Stacks::cut(&self.shape, self.format, block_size)?;
         self.resized()
     }
 
@@ -142,7 +151,7 @@ impl CacheConfig {
     }
 
     fn check_host_bytes(&self) -> Result<(), ConfigError> {
-        let bytes = self.layout.block_bytes().checked_mul(u64::from(self.host_blocks));
+        let bytes = self.stacks.block_bytes.checked_mul(u64::from(self.host_blocks));
         bytes.map(drop).ok_or(ConfigError::Overflow { what: "bytes of the host pool" })
     }
 
@@ -154,7 +163,7 @@ impl CacheConfig {
             return Err(ConfigError::Zero { field: "max_sequence_tokens" });
         }
         let num_blocks = self.solve_num_blocks()?;
-        let slots = u64::from(num_blocks) * u64::from(self.layout.block_size());
+        let slots = u64::from(num_blocks) * u64::from(self.stacks.node_tokens());
         if num_blocks == 0 {
             return Err(ConfigError::Zero { field: "num_blocks" });
         }
@@ -166,7 +175,7 @@ impl CacheConfig {
         self.max_sequence_tokens = match (self.declared_tokens, self.sizing) {
             (Some(tokens), _) => tokens,
             (None, Sizing::Context { tokens, .. }) => tokens,
-            (None, _) => slots as u32,
+            (None, _) => self.pool_tokens(),
         };
         self.checked_bytes_total().ok_or(ConfigError::Overflow { what: "bytes of the cache" })?;
         self.check_host_bytes()?;
@@ -181,18 +190,20 @@ impl CacheConfig {
                 if tokens == 0 || chats == 0 {
                     return Err(ConfigError::Zero { field: if tokens == 0 { "tokens" } else { "chats" } });
                 }
-                let blocks = u64::from(self.layout.blocks_for(tokens)) * u64::from(chats);
-                u32::try_from(blocks).map_err(|_| overflow)
+                let blocks =
+                    self.stacks.most_blocks(tokens, DEFAULT_STEP_TOKENS).checked_mul(u64::from(chats));
+                blocks.and_then(|blocks| u32::try_from(blocks).ok()).ok_or(overflow)
             }
+            Sizing::Bytes(bytes) if !self.stacks.are_plain() => self.most_blocks_within(bytes),
             Sizing::Bytes(bytes) => {
                 let overflow = ConfigError::Overflow { what: "bytes of the block tables" };
-                let block_bytes = self.layout.block_bytes();
+                let block_bytes = self.stacks.block_bytes;
                 // One entry in every table.
                 let entry_bytes = u64::from(self.max_sequences) * 4;
                 let (per_block, tables) = match self.declared_tokens {
                     // Tables have a fixed size: subtract them, divide the rest.
                     Some(tokens) => {
-                        let entries = u64::from(self.layout.blocks_for(tokens));
+                        let entries = self.stacks.table_entries(tokens);
                         (block_bytes, entry_bytes.checked_mul(entries).ok_or(overflow)?)
                     }
                     // A table has an entry for every block of the pool.
@@ -208,9 +219,71 @@ impl CacheConfig {
         }
     }
 
-    /// The layout of a block.
+    /// The most blocks that fit into `bytes` with the tables that they need: how many sequences of which length these are
+    /// for depends on the blocks, so they are searched for.
+    fn most_blocks_within(&self, bytes: u64) -> Result<u32, ConfigError> {
+        let total = |num_blocks: u32| {
+            let mut config = self.clone();
+            config.num_blocks = num_blocks;
+            config.max_sequence_tokens = self.declared_tokens.unwrap_or_else(|| config.pool_tokens());
+            config.checked_bytes_total().unwrap_or(u64::MAX)
+        };
+        let largest = (u32::MAX - 1) / self.stacks.node_tokens();
+        let (mut fits, mut exceeds) = (0, largest.saturating_add(1));
+        while exceeds - fits > 1 {
+            let middle = fits + (exceeds - fits) / 2;
+            if total(middle) <= bytes { fits = middle } else { exceeds = middle }
+        }
+        if fits == 0 {
+            return Err(ConfigError::TooFewBytes { bytes, needed_bytes: total(1) });
+        }
+        Ok(fits)
+    }
+
+    /// The layout of a block of the first group of layers.
     pub fn layout(&self) -> &BlockLayout {
-        &self.layout
+        self.stacks.groups[0].layout()
+    }
+
+    /// How each group of layers lies in blocks, in the order of the model's groups.
+    pub fn groups(&self) -> &[GroupLayout] {
+        &self.stacks.groups
+    }
+
+    /// The share of all blocks' bytes that no layer uses: what it costs that one pool serves groups of layers whose numbers
+    /// or rows do not divide. None of a model with one group.
+    pub fn padding_share(&self) -> f64 {
+        self.stacks.padding().max(0.0)
+    }
+
+    /// Stacks of layers, those that keep everything first.
+    pub(crate) fn stacks(&self) -> Vec<Stack> {
+        self.stacks.list()
+    }
+
+    /// Fails where there is more than one group of layers, or one that does not see everything.
+    fn check_plain(&self) -> Result<(), ConfigError> {
+        if self.stacks.are_plain() {
+            return Ok(());
+        }
+        let groups = &self.stacks.groups;
+        let windowed = groups.iter().any(|group| !group.reach().is_all());
+        Err(ConfigError::LayerGroups { groups: groups.len() as u32, windowed })
+    }
+
+    /// The most tokens that the pool holds of one sequence, with one row in a step.
+    pub(crate) fn pool_tokens(&self) -> u32 {
+        let slots = self.num_blocks * self.stacks.node_tokens();
+        if self.stacks.are_plain() {
+            return slots;
+        }
+        let holds = |tokens: u32| self.stacks.most_blocks(tokens, 1) <= u64::from(self.num_blocks);
+        let (mut held, mut exceeds) = (0, slots.saturating_add(1));
+        while exceeds - held > 1 {
+            let middle = held + (exceeds - held) / 2;
+            if holds(middle) { held = middle } else { exceeds = middle }
+        }
+        held.max(1)
     }
 
     /// Blocks in the pool.
@@ -218,9 +291,9 @@ impl CacheConfig {
         self.num_blocks
     }
 
-    /// Tokens per block, `P`.
+    /// Tokens per block of the first group, `P`.
     pub fn block_size(&self) -> u32 {
-        self.layout.block_size()
+        self.layout().block_size()
     }
 
     /// Block tables, one per sequence that holds blocks.
@@ -233,20 +306,19 @@ impl CacheConfig {
         self.max_sequence_tokens
     }
 
-    /// Entries of one block table: blocks of the longest sequence.
+    /// Entries of one block table of the first group: blocks of the longest sequence.
     pub fn table_entries(&self) -> u32 {
-        self.layout.blocks_for(self.max_sequence_tokens)
+        self.layout().blocks_for(self.max_sequence_tokens)
     }
 
     /// Bytes of keys and values per token, all layers.
     pub fn bytes_per_token(&self) -> u64 {
-        let row_words = u64::from(self.layout.k_row_words()) + u64::from(self.layout.v_row_words());
-        u64::from(self.layout.num_layers()) * u64::from(self.layout.num_kv_heads()) * row_words * 4
+        self.stacks.bytes_per_token()
     }
 
-    /// Bytes of one block, all layers.
+    /// Bytes of one block: a token's of all layers, where they are alike, times its tokens, and of one stack's otherwise.
     pub fn bytes_per_block(&self) -> u64 {
-        self.layout.block_bytes()
+        self.stacks.block_bytes
     }
 
     /// Blocks in the host pool.
@@ -261,7 +333,7 @@ impl CacheConfig {
 
     /// Bytes of all block tables on the device, at the declared maximum.
     pub fn table_bytes(&self) -> u64 {
-        u64::from(self.max_sequences) * u64::from(self.table_entries()) * 4
+        u64::from(self.max_sequences) * self.stacks.table_entries(self.max_sequence_tokens) * 4
     }
 
     /// Bytes of all blocks and tables: what the cache takes on the device, without step metadata and scratch.
@@ -271,47 +343,50 @@ impl CacheConfig {
     }
 
     fn checked_bytes_total(&self) -> Option<u64> {
-        let pool = u64::from(self.num_blocks).checked_mul(self.layout.block_bytes())?;
-        let tables =
-            u64::from(self.max_sequences).checked_mul(u64::from(self.table_entries()))?.checked_mul(4)?;
+        let pool = u64::from(self.num_blocks).checked_mul(self.stacks.block_bytes)?;
+        let entries = self.stacks.table_entries(self.max_sequence_tokens);
+        let tables = u64::from(self.max_sequences).checked_mul(entries)?.checked_mul(4)?;
         pool.checked_add(tables)
     }
 
     /// Tokens that a sequence's last block leaves unused on average, `P / 2`.
     pub fn expected_waste_tokens(&self) -> u32 {
-        self.layout.block_size() / 2
+        self.layout().block_size() / 2
     }
 
     /// Tokens that a sequence's last block leaves unused at most, `P - 1`.
     pub fn worst_waste_tokens(&self) -> u32 {
-        self.layout.block_size() - 1
+        self.layout().block_size() - 1
     }
 
     /// Splits the layers into arenas of at most `max_arena_bytes` (and at most 2 GiB - 4).
     ///
     /// # Errors
+    /// [`ConfigError::LayerGroups`] for more than one group of layers, or one that does not see everything.
     /// [`ConfigError::LayerExceedsArena`] when one layer's blocks do not fit: it names both sizes and the largest pool
     /// that would.
     pub fn arenas(&self, max_arena_bytes: u64) -> Result<ArenaLayout, ConfigError> {
+        self.check_plain()?;
+        let layout = *self.layout();
         let max_bytes = max_arena_bytes.min(MAX_ARENA_BYTES);
-        let layer_bytes = u64::from(self.num_blocks) * self.layout.layer_block_words() * 4;
-        let fitting = (max_bytes / layer_bytes).min(u64::from(self.layout.num_layers())) as u32;
+        let layer_bytes = u64::from(self.num_blocks) * layout.layer_block_words() * 4;
+        let fitting = (max_bytes / layer_bytes).min(u64::from(layout.num_layers())) as u32;
         if fitting == 0 {
             return Err(ConfigError::LayerExceedsArena {
                 layer_bytes,
                 max_bytes,
-                max_blocks: max_bytes / (self.layout.layer_block_words() * 4),
+                max_blocks: max_bytes / (layout.layer_block_words() * 4),
             });
         }
-        let num_arenas = self.layout.num_layers().div_ceil(fitting);
+        let num_arenas = layout.num_layers().div_ceil(fitting);
         // As many arenas as the largest group needs, filled evenly.
-        let layers_per_arena = self.layout.num_layers().div_ceil(num_arenas);
-        ArenaLayout::new(self.layout, self.num_blocks, layers_per_arena)
+        let layers_per_arena = layout.num_layers().div_ceil(num_arenas);
+        ArenaLayout::new(layout, self.num_blocks, layers_per_arena)
     }
 
     /// Identifies everything that decides what the bytes of a block mean, and the size of the pool and its tables.
     pub fn fingerprint(&self) -> u64 {
-        let layout = &self.layout;
+        let layout = self.layout();
         let words = [
             layout.num_layers(),
             layout.num_kv_heads(),
@@ -324,8 +399,10 @@ impl CacheConfig {
             self.max_sequences,
             self.table_entries(),
         ];
+        let others = if self.stacks.are_plain() { &[][..] } else { self.groups() };
+        let words = words.into_iter().chain(others.iter().flat_map(GroupLayout::words));
         // FNV-1a, 64 bits, over the little-endian bytes: stable across runs and platforms.
-        words.iter().flat_map(|word| word.to_le_bytes()).fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
+        words.flat_map(u32::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
         })
     }

@@ -14,7 +14,7 @@
 //! A block is one contiguous range per arena, keys precede values as one run, and a row of one head is contiguous.
 
 use crate::error::ConfigError;
-use crate::model::{KvFormat, KvType, ModelShape, check_head_dim};
+use crate::model::{KvFormat, KvType, LayerGroup, check_head_dim};
 
 /// Largest block size, in tokens.
 pub const MAX_BLOCK_SIZE: u32 = 4096;
@@ -36,34 +36,30 @@ pub struct BlockLayout {
 }
 
 impl BlockLayout {
-    /// Blocks of `block_size` tokens for a model of `shape`, stored as `format` says.
+    /// Blocks of `block_size` tokens for `num_layers` layers of a checked group, stored as `format` says.
     ///
     /// # Errors
-    /// [`ConfigError`] when the shape, the size of a value head or the block size is not supported, or the bytes of a block
-    /// exceed 2^64.
-    pub(crate) fn new(shape: &ModelShape, format: KvFormat, block_size: u32) -> Result<Self, ConfigError> {
-        shape.check()?;
+    /// [`ConfigError`] when the size of a value head or the block size is not supported, or the bytes of a block exceed
+    /// 2^64.
+    pub(crate) fn new(
+        group: &LayerGroup,
+        num_layers: u32,
+        format: KvFormat,
+        block_size: u32,
+    ) -> Result<Self, ConfigError> {
         let KvFormat { k_type, v_type, v_head_dim } = format;
-        let v_head_dim = v_head_dim.unwrap_or(shape.head_dim());
+        let v_head_dim = group.v_head_dim().or(v_head_dim).unwrap_or(group.head_dim());
         check_head_dim(v_head_dim)?;
         Self {
-            num_layers: shape.num_layers(),
-            num_kv_heads: shape.num_kv_heads(),
-            k_head_dim: shape.head_dim(),
+            num_layers,
+            num_kv_heads: group.num_kv_heads(),
+            k_head_dim: group.head_dim(),
             v_head_dim,
             k_type,
             v_type,
             block_size,
         }
         .checked()
-    }
-
-    /// The same in blocks of `block_size` tokens.
-    ///
-    /// # Errors
-    /// [`ConfigError::BlockSize`], or [`ConfigError::Overflow`] when the bytes of a block exceed 2^64.
-    pub(crate) fn with_block_size(self, block_size: u32) -> Result<Self, ConfigError> {
-        Self { block_size, ..self }.checked()
     }
 
     fn checked(self) -> Result<Self, ConfigError> {

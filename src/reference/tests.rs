@@ -5,7 +5,7 @@ use approx::assert_abs_diff_eq;
 use super::*;
 use crate::{
     BlockCopy, CacheConfig, DIRECT, DecodeItem, KvFormat, KvPart, KvType, MergeItem, ModelShape,
-    PADDING_SLOT, PrefillItem, StepPlan, TableChange, WorkSplit,
+    PADDING_SLOT, PrefillItem, StackPlan, StepPlan, TableChange, WorkSplit,
 };
 
 const EIGHT: ModelShape = ModelShape::new(1, 1, 1, 8);
@@ -25,8 +25,16 @@ fn plan(cache: &CpuCache, rows: u32, context: u32, table: &[u32]) -> StepPlan {
         query_starts: vec![0, rows],
         context_lens: vec![context],
         table_rows: vec![0],
-        table_changes: vec![TableChange { table_row: 0, first_entry: 0, start: 0, len: table.len() as u32 }],
-        changed_entries: table.to_vec(),
+        stacks: vec![StackPlan {
+            table_changes: vec![TableChange {
+                table_row: 0,
+                first_entry: 0,
+                start: 0,
+                len: table.len() as u32,
+            }],
+            changed_entries: table.to_vec(),
+            ..StackPlan::default()
+        }],
         ..StepPlan::default()
     }
 }
@@ -44,7 +52,7 @@ fn table_changes_set_the_entries_that_they_name_and_no_others() {
     let first = plan(&cache, 1, 13, &[5, 2, 7, 0]);
     cache.apply_table_changes(&first);
     let mut second = plan(&cache, 1, 17, &[6, 4]);
-    second.table_changes[0].first_entry = 3;
+    second.stacks[0].table_changes[0].first_entry = 3;
     cache.apply_table_changes(&second);
     assert_eq!(cache.table(0)[..6], [5, 2, 7, 6, 4, 0]);
     assert!(cache.tables()[cache.table(0).len()..].iter().all(|&entry| entry == 0));
@@ -205,8 +213,11 @@ fn share_out(fixed_span_tokens: Option<u32>) {
         query_starts: vec![0, 5, 6, 7, 16],
         context_lens: vec![9, 40, 3, 30],
         table_rows: vec![0; 4],
-        table_changes: vec![TableChange { table_row: 0, first_entry: 0, start: 0, len: 10 }],
-        changed_entries: (0..10).map(|entry| 31 - 3 * entry).collect(),
+        stacks: vec![StackPlan {
+            table_changes: vec![TableChange { table_row: 0, first_entry: 0, start: 0, len: 10 }],
+            changed_entries: (0..10).map(|entry| 31 - 3 * entry).collect(),
+            ..StackPlan::default()
+        }],
         ..self::plan(&cache, 0, 0, &[])
     };
     cache.apply_table_changes(&plan);

@@ -8,10 +8,11 @@
 //! one and only so many: it waits for their end at most, and for nothing that comes later.
 
 use crate::error::RequestError;
-use crate::schedule::preempt::MAX_STEPS_IN_TRANSFER;
-use crate::schedule::request::{Admission, Priority};
+use crate::schedule::blocks;
+use crate::schedule::request::Admission;
+use crate::schedule::residency::MAX_STEPS_IN_TRANSFER;
 use crate::schedule::scheduler::{Index, Scheduler};
-use crate::schedule::sequence::{Sequence, State};
+use crate::schedule::sequence::Sequence;
 
 /// Most sequences at the head of the line that a step has stand behind others: to look at one takes as long as its prompt.
 const MOST_SENT_BEHIND: usize = 64;
@@ -41,7 +42,7 @@ impl Scheduler {
     /// which, or what the first one lacks.
     pub(super) fn admit_next(&mut self, only_first: bool) -> Result<Index, Lacking> {
         let admitted = self.admit_first(only_first);
-        self.matched.index = None;
+        self.matched.forget();
         admitted
     }
 
@@ -49,7 +50,7 @@ impl Scheduler {
         let mut lacking = Lacking::Table;
         let mut first = None;
         for _ in 0..MOST_SENT_BEHIND {
-            let Some(index) = self.line.first() else { break };
+            let Some(index) = self.sequences.line().first() else { break };
             match self.ask(index) {
                 Ok(()) => return Ok(index),
                 Err(Lacking::Prompt(other)) => lacking = Lacking::Prompt(other),
@@ -60,10 +61,13 @@ impl Scheduler {
             }
         }
         let Some(first) = first else { return Err(lacking) };
-        if self.running.is_empty() || !self.is_overcommitted() {
-            let has_blocks = |other| self.running.is_empty() && self.get(other).table.is_some();
-            let entitled = |&other: &Index| self.get(other).is_promised() || has_blocks(other);
-            let behind = self.line.claimants_after(self.get(first).place());
+        let nobody_runs = self.sequences.running().is_empty();
+        if nobody_runs || !self.is_overcommitted() {
+            let entitled = |&other: &Index| {
+                let other = &self.sequences[other];
+                other.is_promised() || (nobody_runs && other.table().is_some())
+            };
+            let behind = self.sequences.line().claimants_after(self.sequences[first].place());
             let others: Vec<Index> = behind.filter(entitled).collect();
             for other in others {
                 match self.ask(other) {
@@ -80,19 +84,20 @@ impl Scheduler {
 
     /// Lets a request in that comes after the first in line and fits, if that one lacks blocks and may still be passed.
     fn admit_passing(&mut self, first: Index, lacking: Lacking) -> Option<Index> {
-        let Sequence { passed, priority, .. } = *self.get(first);
-        if !matches!(lacking, Lacking::Blocks { .. }) || passed >= self.config.max_passed {
+        let sequence = &self.sequences[first];
+        if !matches!(lacking, Lacking::Blocks { .. }) || sequence.passed >= self.config.max_passed {
             return None;
         }
+        let (priority, place) = (sequence.priority(), sequence.place());
         let mut asked = [0; MOST_ASKED_TO_PASS];
         let mut num_asked = 0;
-        for (slot, index) in asked.iter_mut().zip(self.line.after(self.get(first).place())) {
+        for (slot, index) in asked.iter_mut().zip(self.sequences.line().after(place)) {
             *slot = index;
             num_asked += 1;
         }
         for &index in &asked[..num_asked] {
-            if self.get(index).priority <= priority && self.ask(index).is_ok() {
-                self.get_mut(first).passed += 1;
+            if self.sequences[index].priority() <= priority && self.ask(index).is_ok() {
+                self.sequences.note_passed(first);
                 return Some(index);
             }
         }
@@ -102,26 +107,26 @@ impl Scheduler {
     /// Lets a sequence in, or notes what it lacks.
     fn ask(&mut self, index: Index) -> Result<(), Lacking> {
         let asked = self.try_admit(index);
-        self.get_mut(index).lacking = asked.err();
+        self.sequences.note_lacking(index, asked.err());
         if let Err(Lacking::Prompt(other)) = asked {
-            self.get_mut(index).behind = Some(other);
-            self.line.stand_behind(self.get(index).place(), other);
+            self.sequences.stand_behind(index, other);
         }
         asked
     }
 
     fn try_admit(&mut self, index: Index) -> Result<(), Lacking> {
-        if self.sums.running + self.get(index).width() > self.max_running() {
+        let sequence = &self.sequences[index];
+        if self.sequences.sums().running + sequence.width() > self.max_running() {
             return Err(Lacking::Table);
         }
-        let table = self.get(index).table;
+        let table = sequence.table();
         let returns = table.is_some_and(|table| self.cache.host_blocks_of(table).unwrap_or(0) > 0);
         let busy = returns && self.cache.num_transfers() >= MAX_STEPS_IN_TRANSFER;
         if busy || table.is_some_and(|table| !self.cache.can_return(table)) {
             return Err(Lacking::Transfers);
         }
         self.reconsider_return(index);
-        let table = self.get(index).table;
+        let table = self.sequences[index].table();
         self.match_prefix(index);
         let evictions = self.cache.num_evictions();
         if let Some(other) = self.computes_prompt_of(index) {
@@ -135,41 +140,32 @@ impl Scheduler {
             // What made room may have been among what was found. It is free now, so the sum is the same.
             self.match_prefix(index);
         }
-        let max_tokens = self.get(index).max_tokens;
         if table.is_none() {
+            let max_tokens = self.sequences[index].terms.max_tokens;
             let table = self.cache.create(max_tokens).map_err(|_| Lacking::Table)?;
             self.set_table(index, table);
-            self.adopt_prefix(index);
+            self.adopt_prefix(index, table);
             self.note_tail(index);
         }
         if let Some(table) = table.filter(|&table| self.cache.host_blocks_of(table).unwrap_or(0) > 0) {
             self.cache.swap_in(table).map_err(|_| Lacking::Transfers)?;
             self.stats.swaps_in += 1;
         }
-        self.let_in(index, max_tokens);
+        self.sequences.let_in(index, &self.cache);
+        let sequence = &self.sequences[index];
+        if let Some(table) = sequence.table() {
+            self.cache.expect_hits_at(table, sequence.terms.input_len);
+        }
+        self.tell_admitted(index);
         Ok(())
     }
 
-    fn let_in(&mut self, index: Index, max_tokens: u32) {
-        self.leave_queue(index);
-        let blocks = self.cache.config().layout().blocks_for(max_tokens) as usize;
-        let sequence = self.get_mut(index);
-        // Growing to the declared maximum reallocates nothing.
-        sequence.tokens.reserve((max_tokens as usize).saturating_sub(sequence.tokens.len()));
-        sequence.hashes.reserve(blocks.saturating_sub(sequence.hashes.len()));
-        sequence.state = State::Running;
-        sequence.lacking = None;
-        sequence.was_let_in = true;
-        self.enter_running(index);
-        self.tell_admitted(index);
-    }
-
     fn admit_promised(&mut self, index: Index) -> Result<(), Lacking> {
-        if !self.get(index).is_promised() {
+        if !self.sequences[index].is_promised() {
             self.promise(index)?;
         }
         // Idle content gives way to blocks that come back.
-        let returning = self.blocks_returning(index);
+        let returning = blocks::returning(&self.cache, &self.sequences[index]);
         let may_return = returning == 0 || self.make_room(index, returning, false);
         if self.ensure_tables(index, None) && may_return { Ok(()) } else { Err(Lacking::Table) }
     }
@@ -177,9 +173,9 @@ impl Scheduler {
     fn promise(&mut self, index: Index) -> Result<(), Lacking> {
         self.set_promised(index, true);
         loop {
-            let lacking = match self.check_promise(None) {
+            let lacking = match self.promises().check(None) {
                 Ok(()) if self.ensure_tables(index, None) => {
-                    self.line.note_claims(self.get(index).place(), index);
+                    self.sequences.note_claims(index);
                     return Ok(());
                 }
                 Err(RequestError::PromiseExceeded { needed, available }) => {
@@ -188,7 +184,7 @@ impl Scheduler {
                         self.match_prefix(index);
                         continue;
                     }
-                    let own = self.whole_need(self.get(index));
+                    let own = blocks::whole_need(&self.cache, &self.sequences[index]);
                     let available = (available + own).saturating_sub(needed);
                     Lacking::Blocks { needed: own, available }
                 }
@@ -201,8 +197,8 @@ impl Scheduler {
 
     /// Whether nothing runs, and nothing else is promised.
     fn is_alone(&self, index: Index) -> bool {
-        let promised = |other: Index| other != index && self.get(other).is_promised();
-        self.running.is_empty() && !self.line.claimants().any(promised)
+        let promised = |other: Index| other != index && self.sequences[other].is_promised();
+        self.sequences.running().is_empty() && !self.sequences.line().claimants().any(promised)
     }
 
     fn admit_fitting(&mut self, index: Index) -> Result<(), Lacking> {
@@ -213,7 +209,7 @@ impl Scheduler {
             let needed = self.blocks_to_enter(index);
             let evictions = self.cache.num_evictions();
             if !self.make_room(index, needed, false) {
-                if self.matched.found.partial.take().is_some() {
+                if self.matched.drop_partial() {
                     // Without the copy of a block that matches in part, it may fit.
                     continue;
                 }
@@ -226,7 +222,7 @@ impl Scheduler {
             self.match_prefix(index);
         }
         if self.is_at_bound(index) {
-            self.protect(index);
+            self.set_protected(index, true);
         }
         Ok(())
     }
@@ -235,45 +231,35 @@ impl Scheduler {
     /// back from the host pool, what others were let in for and do not have yet, and the watermark.
     pub(super) fn blocks_to_enter(&self, index: Index) -> u32 {
         let Admission::Overcommitted { watermark_blocks } = self.config.admission else { return 0 };
-        let layout = *self.cache.config().layout();
-        let sequence = self.get(index);
-        let copy = u32::from(sequence.table.and_then(|table| self.cache.shared_tail_block(table)).is_some());
-        let target = if self.is_at_bound(index) { sequence.max_tokens } else { sequence.len() };
-        let found = self.found_for(index);
+        let sequence = &self.sequences[index];
+        let copies = blocks::shared_tails(&self.cache, sequence).count() as u32;
+        let target = if self.is_at_bound(index) { sequence.terms.max_tokens } else { sequence.len() };
+        let found = self.matched.found_for(index);
         let taken = found.map_or(0, |found| self.cache.blocks_taken_by(found));
         // A block that matches in part is taken, and copied.
-        let adopted = found.map_or(0, |found| found.blocks.len() as u32);
-        let own = layout.blocks_for(target).saturating_sub(self.table_blocks(sequence) + adopted);
+        let adopted = found.map_or(0, |found| found.num_full_blocks());
+        let own = blocks::beyond(&self.cache, sequence.table(), target, adopted);
         // Prompts that are being read still need blocks that they were let in for. Those of lower classes step back.
-        let steps_back =
-            |other: &Sequence| other.priority > sequence.priority && other.place() > sequence.place();
-        let own_owed = sequence.counted.map_or(0, |counted| counted.owed);
-        let back: u32 = match self.running_below(sequence.priority) {
+        let (priority, place) = (sequence.priority(), sequence.place());
+        let owed_by = |sequence: &Sequence| sequence.counted().map_or(0, |counted| counted.owed);
+        let back: u32 = match self.sequences.running_below(priority) {
             0 => 0,
             _ => {
-                let running = self.running.iter().map(|&other| self.get(other));
-                let back = running.filter(|other| steps_back(other)).filter_map(|other| other.counted);
-                back.map(|counted| counted.owed).sum()
+                let running = self.sequences.running().iter().map(|&other| &self.sequences[other]);
+                running
+                    .filter(|other| other.priority() > priority && other.place() > place)
+                    .map(owed_by)
+                    .sum()
             }
         };
-        let owed = self.sums.owed - own_owed - back;
-        let watermark = if self.running.is_empty() { 0 } else { watermark_blocks };
-        (own + taken + copy).saturating_add(owed).saturating_add(watermark)
-    }
-
-    /// Running sequences of lower classes.
-    fn running_below(&self, priority: Priority) -> u32 {
-        self.running_of_class[priority as usize + 1..].iter().sum()
-    }
-
-    /// Blocks of a sequence in the host pool.
-    pub(super) fn blocks_returning(&self, index: Index) -> u32 {
-        self.get(index).table.map_or(0, |table| self.cache.host_blocks_of(table).unwrap_or(0))
+        let owed = self.sequences.sums().owed - owed_by(sequence) - back;
+        let watermark = if self.sequences.running().is_empty() { 0 } else { watermark_blocks };
+        (own + taken + copies).saturating_add(owed).saturating_add(watermark)
     }
 
     /// Whether a sequence may not be preempted any more (I9).
     pub(super) fn is_at_bound(&self, index: Index) -> bool {
         let bound = if fault!(PreemptedWithoutBound) { u32::MAX } else { self.config.max_preemptions };
-        self.is_overcommitted() && self.get(index).preemptions >= bound
+        self.is_overcommitted() && self.sequences[index].preemptions >= bound
     }
 }

@@ -28,19 +28,18 @@ impl Scheduler {
         self.rollback();
         self.restart_broken();
         self.cache.forget_device();
-        self.count_losses();
-        let records: Vec<Index> =
-            (0..self.records.len()).filter(|&index| self.records[index].is_some()).collect();
+        self.sequences.lose(&self.cache);
+        let records: Vec<Index> = self.sequences.all().map(|(index, _)| index).collect();
         for &index in &records {
             // In the host pool altogether, and at least in part there: it can return.
-            if self.get(index).computed == 0 {
-                self.release_table(index);
+            if self.sequences[index].computed() == 0 {
+                self.restart(index);
             }
-            if self.get(index).state == State::Running {
+            if self.sequences[index].state() == State::Running {
                 self.requeue(index);
             }
         }
-        self.matched.index = None;
+        self.matched.forget();
         self.resume_at = None;
         self.closed_at = None;
         self.ledger.note_given_up();
@@ -49,14 +48,14 @@ impl Scheduler {
 
     /// Keeps the promises that hold although nothing is shared any more, first come, first served.
     fn promise_again(&mut self, mut records: Vec<Index>) {
-        records.retain(|&index| self.get(index).is_promised());
-        records.sort_unstable_by_key(|&index| self.get(index).place());
+        records.retain(|&index| self.sequences[index].is_promised());
+        records.sort_unstable_by_key(|&index| self.sequences[index].place());
         for &index in &records {
             self.set_promised(index, false);
         }
         for &index in &records {
             self.set_promised(index, true);
-            if self.check_promise(None).is_err() && !fault!(LostSharingPromised) {
+            if self.promises().check(None).is_err() && !fault!(LostSharingPromised) {
                 self.set_promised(index, false);
             }
         }

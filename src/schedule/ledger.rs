@@ -4,9 +4,12 @@
 //! be others' as well or are cut when the outstanding step ends (I8); how many are protected from preemption (I9); and a
 //! count that grows with everything that could let in a sequence which was refused.
 //!
-//! It knows indices of records, and neither sequences nor the cache: the scheduler tells it what changes.
+//! It keeps indices of records, and changes neither sequences nor the cache: the scheduler tells it what changes.
 
+use crate::cache::KvCache;
+use crate::schedule::blocks;
 use crate::schedule::scheduler::Index;
+use crate::schedule::sequence::{Sequence, Sequences};
 use std::collections::BTreeSet;
 
 #[derive(Debug, Default)]
@@ -49,13 +52,12 @@ impl Ledger {
         self.shared_tails.iter().copied()
     }
 
-    /// A sequence of the outstanding step is cut when that ends.
-    pub(super) fn note_late_cut(&mut self, index: Index) {
-        self.late_cuts.insert(index);
-    }
-
-    pub(super) fn forget_late_cut(&mut self, index: Index) {
-        self.late_cuts.remove(&index);
+    /// A sequence of the outstanding step is cut when that ends, or is not any more.
+    pub(super) fn note_late_cut(&mut self, index: Index, is_late: bool) {
+        match is_late {
+            true => self.late_cuts.insert(index),
+            false => self.late_cuts.remove(&index),
+        };
     }
 
     pub(super) fn late_cuts(&self) -> impl ExactSizeIterator<Item = Index> {
@@ -74,6 +76,36 @@ impl Ledger {
     /// Sequences that run with everything reserved that they may still need.
     pub(super) fn num_protected(&self) -> u32 {
         self.num_protected
+    }
+
+    /// Blocks that protected sequences may still need and nobody else may take.
+    pub(super) fn reserved(&self, sequences: &Sequences, cache: &KvCache) -> u32 {
+        if self.num_protected == 0 {
+            return 0;
+        }
+        let protected = sequences.running().iter().map(|&index| &sequences[index]);
+        let protected = protected.filter(|sequence| sequence.is_protected());
+        protected.map(|sequence| blocks::still_needed(cache, sequence)).sum()
+    }
+
+    /// Those of them that `sequence` must leave alone: none, if it is protected itself.
+    pub(super) fn reserved_against(
+        &self,
+        sequence: &Sequence,
+        sequences: &Sequences,
+        cache: &KvCache,
+    ) -> u32 {
+        if sequence.is_protected() { 0 } else { self.reserved(sequences, cache) }
+    }
+
+    /// Those of them that are not for `index`.
+    pub(super) fn reserved_beside(&self, index: Index, sequences: &Sequences, cache: &KvCache) -> u32 {
+        if self.num_protected == 0 {
+            return 0;
+        }
+        let sequence = &sequences[index];
+        let own = if sequence.is_protected() { blocks::still_needed(cache, sequence) } else { 0 };
+        self.reserved(sequences, cache) - own
     }
 
     // What could let somebody in.

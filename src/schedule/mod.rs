@@ -2,6 +2,8 @@
 
 mod abort;
 mod admission;
+mod blocks;
+mod budget;
 mod commit;
 mod consistency;
 mod events;
@@ -13,14 +15,16 @@ mod planner;
 mod preempt;
 mod prefix;
 mod promise;
-mod records;
 mod request;
+mod residency;
 mod room;
 mod scheduler;
 mod sequence;
 mod status;
 mod step_builder;
 mod step_plan;
+mod transitions;
+mod victims;
 mod work_split;
 
 pub use request::{
@@ -32,5 +36,5 @@ pub use scheduler::Scheduler;
 pub use sequence::State as SequenceState;
 pub use status::SequenceStatus;
 pub use step_builder::StepBuilder;
-pub use step_plan::{LogitRow, StepPlan, TableChange, TransferReport};
+pub use step_plan::{LogitRow, StackPlan, StepPlan, TableChange, TransferReport};
 pub use work_split::{DIRECT, DecodeItem, MergeItem, PrefillItem, RowGroup, SplitConfig, WorkSplit};

@@ -5,41 +5,17 @@
 //! step begins where this one ended. Then, unless somebody was preempted, requests in line are let in while rows are
 //! left.
 
+use crate::cache::Growth;
 use crate::error::ConfigError;
-use crate::ids::{SequenceId, TokenId};
+use crate::ids::{SequenceId, TableId};
 use crate::schedule::admission::Lacking;
+use crate::schedule::blocks;
+use crate::schedule::budget::{Budget, Kind, Turn, prompt_limit, share_rows, wanted};
 use crate::schedule::request::{Schedule, SchedulerConfig, WaitReason};
 use crate::schedule::scheduler::{Index, Scheduler};
-use crate::schedule::sequence::{Place, Sequence, State};
+use crate::schedule::sequence::{Place, Sequence, State, Wants};
 use crate::schedule::step_builder::{begin_plan, finish_plan, push_rows};
-use crate::schedule::step_plan::{LogitRow, StepPlan, rows_work};
-
-/// What is left of a step.
-#[derive(Clone, Copy, Debug)]
-struct Budget {
-    rows: u32,
-    work: u64,
-}
-
-impl Budget {
-    /// What `rows` rows after `computed` tokens take.
-    fn of(computed: u32, rows: u32) -> Self {
-        let rows_wide = u64::from(rows);
-        Self { rows, work: rows_work(rows_wide, u64::from(computed) + rows_wide) }
-    }
-
-    fn plus(self, other: Self) -> Self {
-        Self { rows: self.rows.saturating_add(other.rows), work: self.work.saturating_add(other.work) }
-    }
-
-    fn minus(self, other: Self) -> Self {
-        Self { rows: self.rows.saturating_sub(other.rows), work: self.work.saturating_sub(other.work) }
-    }
-
-    fn covers(self, other: Self) -> bool {
-        other.rows <= self.rows && other.work <= self.work
-    }
-}
+use crate::schedule::step_plan::StepPlan;
 
 /// What became of one sequence.
 enum Planned {
@@ -73,7 +49,7 @@ impl Scheduler {
         self.rollback();
         self.spare_plan = plan;
         match lacking {
-            _ if self.running.is_empty() && self.line.is_empty() => Schedule::Idle,
+            _ if self.sequences.are_idle() => Schedule::Idle,
             Some(lacking @ (Lacking::Blocks { .. } | Lacking::Transfers)) => {
                 Schedule::Waiting(self.wait_reason(lacking))
             }
@@ -101,7 +77,7 @@ impl Scheduler {
     /// The sequences of the outstanding plan, in the order of its rows: whose adapter or namespace they belong to. Samples
     /// that have not parted go by the first one that lives. Empty when no step is outstanding.
     pub fn planned_sequences(&self) -> impl Iterator<Item = SequenceId> {
-        self.planned.iter().map(|&index| self.get(index).id)
+        self.planned.iter().map(|&index| self.sequences[index].id())
     }
 
     /// Plans a step. Returns what the first in line lacks, if it was asked.
@@ -118,9 +94,8 @@ impl Scheduler {
             if self.stats.preemptions == start || fault!(AdmittedAfterPreempting) {
                 lacking = self.admit(plan, budget, displaced);
             }
-            let nobody = self.running.is_empty() && self.line.is_empty();
-            let gives_up = fault!(NoLastResort);
-            if plan.num_rows() > 0 || nobody || gives_up || std::mem::replace(&mut self.last_resort, true) {
+            let ends = plan.num_rows() > 0 || self.sequences.are_idle() || fault!(NoLastResort);
+            if ends || std::mem::replace(&mut self.last_resort, true) {
                 self.last_resort = false;
                 return lacking;
             }
@@ -129,14 +104,14 @@ impl Scheduler {
 
     /// Undoes the outstanding plan: growth, copies and lengths. Preemptions and evictions stand.
     pub(super) fn rollback(&mut self) {
+        if !self.cache.has_step() {
+            return;
+        }
         let swapped = !self.cache.step_swap_outs().is_empty() || !self.cache.step_swap_ins().is_empty();
         self.cache.rollback_step();
         let planned = std::mem::take(&mut self.planned);
         for &index in &planned {
-            let sequence = self.get_mut(index);
-            sequence.planned_rows = 0;
-            sequence.planned_logits = 0;
-            self.recount(index);
+            self.sequences.unplan(index, &self.cache);
         }
         self.resolve_forks();
         if swapped {
@@ -152,113 +127,92 @@ impl Scheduler {
     /// What a dropped step moved out is lost; what it brought back is in the host pool still, and its sequences are in
     /// line again.
     fn undo_swaps(&mut self) {
-        self.count_losses();
-        let out = |&index: &Index| self.blocks_returning(index) > 0;
-        let back: Vec<Index> = self.running.iter().copied().filter(out).collect();
+        self.sequences.lose(&self.cache);
+        let out = |&index: &Index| blocks::returning(&self.cache, &self.sequences[index]) > 0;
+        let back: Vec<Index> = self.sequences.running().iter().copied().filter(out).collect();
         for index in back {
-            self.events.take_back_admission(self.get(index).id);
+            self.events.take_back_admission(self.sequences[index].id());
             self.requeue(index);
         }
     }
 
     /// Carries out what was asked of a sequence while its step was outstanding, its results apart.
     pub(super) fn settle(&mut self, index: Index) {
-        if self.records[index].is_none() {
+        if self.sequences.get(index).is_none() {
             return;
         }
         let all_told = self.drop_aborted_samples(index);
-        if self.get(index).aborting {
+        if self.sequences[index].is_aborting() {
             if !all_told {
                 self.tell_ended(index);
             }
-            self.drop_record(index);
+            self.end(index);
         } else {
-            self.truncate_now(index);
+            self.make_cut(index);
         }
     }
 
     /// Plans rows for sequences that run.
     fn plan_running(&mut self, plan: &mut StepPlan, budget: &mut Budget) {
-        let mut order = std::mem::take(&mut self.order);
-        order.clear();
-        order.extend_from_slice(&self.running);
-        if let Some(first) = self.resume_at.take() {
-            let split = order.partition_point(|&index| self.get(index).place() < first);
-            order.rotate_left(split);
-        }
-        // One pass over the records, which are many: rows that decoding ones want, and who else is there.
-        let mut set_aside = Budget { rows: 0, work: 0 };
-        self.shares.clear();
-        for &index in &order {
-            match decode_wants(self.get(index)) {
-                Some(wanted) => set_aside = set_aside.plus(wanted),
-                None => self.shares.push((index, 0)),
-            }
-        }
+        let mut turns = self.take_turns();
+        let (mut set_aside, least) = wanted(&turns);
         // A prompt that is being read needs a row, too.
-        let prompt = self.shares.first().map(|share| self.get(share.0));
-        let least = prompt.map_or(Budget { rows: 0, work: 0 }, |prompt| Budget::of(prompt.computed, 1));
         let takes_turns = !budget.covers(set_aside.plus(least));
         if takes_turns {
-            set_aside = Budget { rows: 0, work: 0 };
+            set_aside = Budget::default();
         }
-        self.share_rows(budget.minus(set_aside).rows);
-        for &index in &order {
-            if self.get(index).state != State::Running {
+        let last_prompt = share_rows(&mut turns, budget.minus(set_aside).rows, || self.may_let_in());
+        for (place, turn) in turns.iter().enumerate() {
+            // Somebody before it may have taken its blocks.
+            if self.sequences[turn.index].state() != State::Running {
                 continue;
             }
-            if let Some(wanted) = decode_wants(self.get(index)) {
-                set_aside = set_aside.minus(wanted);
-            }
-            let limit = self.share_of(index, budget.minus(set_aside));
-            match self.plan_sequence(plan, index, limit) {
+            let limit = match turn.kind {
+                Kind::Decode(wanted) => {
+                    set_aside = set_aside.minus(wanted);
+                    budget.minus(set_aside)
+                }
+                Kind::Prompt(share) => {
+                    let takes_all = last_prompt == Some(place) && !self.may_let_in();
+                    prompt_limit(budget.minus(set_aside), turn, share, takes_all)
+                }
+            };
+            match self.plan_sequence(plan, turn.index, turn.wants, limit) {
                 Planned::Rows(used) => *budget = budget.minus(used),
                 Planned::NoBudget => {
-                    self.get_mut(index).lacking = Some(Lacking::Budget);
+                    self.sequences.note_lacking(turn.index, Some(Lacking::Budget));
                     if takes_turns {
-                        self.resume_at.get_or_insert(self.get(index).place());
+                        self.resume_at.get_or_insert(self.sequences[turn.index].place());
                     }
                 }
-                Planned::NoRoom if self.yields(index) => self.evict(index, None),
-                Planned::NoRoom => {
-                    let needed = self.blocks_for_rows(index, 1);
-                    let available = self.available_to(index);
-                    self.get_mut(index).lacking = Some(Lacking::Blocks { needed, available });
-                }
+                Planned::NoRoom => self.wait_for_room(turn.index),
             }
         }
-        self.order = order;
+        self.turns = turns;
     }
 
-    /// Shares `rows` rows out among the prompts that are being read: each takes half of what is left, the last one all of
-    /// it, and what is left then goes to the first ones. So a short prompt is read at once while a long one is read on.
-    /// While somebody may be let in, whatever half is left is for them.
-    fn share_rows(&mut self, rows: u32) {
-        let mut shares = std::mem::take(&mut self.shares);
-        let newcomers = self.may_let_in();
-        let (mut left, last) = (rows, shares.len().saturating_sub(1));
-        for (place, share) in shares.iter_mut().enumerate() {
-            let half = if place == last && !newcomers { left } else { left.div_ceil(2) };
-            share.1 = half.min(self.get(share.0).uncomputed());
-            left -= share.1;
+    /// Those that run, in the order in which they have rows: the one that had none in the last step begins.
+    fn take_turns(&mut self) -> Vec<Turn> {
+        let mut turns = std::mem::take(&mut self.turns);
+        turns.clear();
+        // One pass over the records, which are many.
+        let running = self.sequences.running().iter();
+        turns.extend(running.map(|&index| Turn::new(index, self.sequences[index].wants())));
+        if let Some(first) = self.resume_at.take() {
+            let split = turns.partition_point(|turn| self.sequences[turn.index].place() < first);
+            turns.rotate_left(split);
         }
-        if !newcomers {
-            for share in &mut shares {
-                let more = left.min(self.get(share.0).uncomputed() - share.1);
-                share.1 += more;
-                left -= more;
-            }
-        }
-        self.shares = shares;
+        turns
     }
 
-    /// What a sequence may use of `limit`: a prompt its share of the rows and, unless it is the last one, half the work.
-    fn share_of(&self, index: Index, limit: Budget) -> Budget {
-        let Some(place) = self.shares.iter().position(|share| share.0 == index) else { return limit };
-        let is_last = place + 1 == self.shares.len() && !self.may_let_in();
-        let least = Budget::of(self.get(index).computed, 1).work;
-        let work = if is_last { limit.work } else { (limit.work / 2).max(least).min(limit.work) };
-        Budget { rows: limit.rows.min(self.shares[place].1), work }
+    /// A running sequence finds no room: it gives its own blocks up, if that is the policy, or waits in place.
+    fn wait_for_room(&mut self, index: Index) {
+        if self.yields(index) {
+            return self.evict(index, None);
+        }
+        let needed = self.blocks_for_rows(index, 1);
+        let available = self.available_to(index);
+        self.sequences.note_lacking(index, Some(Lacking::Blocks { needed, available }));
     }
 
     /// Whether the first in line has not been refused since anything was given up.
@@ -270,13 +224,13 @@ impl Scheduler {
     /// The first in line, and how much was given up so far: what could let it in.
     fn door(&self) -> Option<(Place, u64)> {
         let given_up = self.ledger.given_up() + self.cache.num_expirations();
-        self.line.first().map(|first| (self.get(first).place(), given_up))
+        self.sequences.line().first().map(|first| (self.sequences[first].place(), given_up))
     }
 
     /// Lets requests in while rows are left, `only_first` that one that others were preempted for. Returns what the first
     /// one left outside lacks.
     fn admit(&mut self, plan: &mut StepPlan, budget: &mut Budget, only_first: bool) -> Option<Lacking> {
-        while self.line.first().is_some() {
+        while self.sequences.line().first().is_some() {
             if plan.num_rows() > 0 && (budget.rows == 0 || budget.work == 0) {
                 return None;
             }
@@ -287,7 +241,8 @@ impl Scheduler {
                     return Some(lacking);
                 }
             };
-            if let Planned::Rows(used) = self.plan_sequence(plan, index, *budget) {
+            let wants = self.sequences[index].wants();
+            if let Planned::Rows(used) = self.plan_sequence(plan, index, wants, *budget) {
                 *budget = budget.minus(used);
             }
             if only_first {
@@ -297,99 +252,80 @@ impl Scheduler {
         None
     }
 
-    /// Plans as many rows of a sequence as budget and blocks allow, making room for at least one.
-    fn plan_sequence(&mut self, plan: &mut StepPlan, index: Index, budget: Budget) -> Planned {
-        let sequence = self.get(index);
-        let Some(table) = sequence.table else { return Planned::NoRoom };
-        let drafts = sequence.usable_drafts();
-        let computed = sequence.computed;
-        let mut rows = rows_within(computed, (sequence.uncomputed() + drafts).min(budget.rows), budget.work);
-        if rows == 0 {
+    /// Plans as many of the rows that a sequence wants as budget and blocks allow, making room for at least one.
+    fn plan_sequence(&mut self, plan: &mut StepPlan, index: Index, wants: Wants, budget: Budget) -> Planned {
+        let Some(table) = self.sequences[index].table() else { return Planned::NoRoom };
+        if self.cache.slides() {
+            self.slide(index, table);
+        }
+        let most = wants.rows().min(self.rows_promised(&self.sequences[index]));
+        let mut used = budget.most(wants.computed, most);
+        if used.rows == 0 {
             if plan.num_rows() > 0 {
                 return Planned::NoBudget;
             }
             // Progress: a step has at least one row.
-            rows = 1;
+            used = Budget::of(wants.computed, 1);
         }
-        self.cache.set_reserved(self.reserved_by_others(index));
-        if self.blocks_short(index, rows) > 0 {
-            rows = self.room_for(index, rows);
-            if rows == 0 {
-                return Planned::NoRoom;
+        let Some(mut growth) = self.growth_of(index, used.rows) else { return Planned::NoRoom };
+        if self.missing_to(index, growth.needed()) > 0 {
+            let rows = self.room_for(index, used.rows);
+            match self.growth_of(index, rows).filter(|_| rows > 0) {
+                Some(smaller) => (growth, used) = (smaller, Budget::of(wants.computed, rows)),
+                None => return Planned::NoRoom,
             }
         }
-        let sequence = self.records[index].as_ref().expect("an index in a queue has a record");
-        let known = rows.min(sequence.uncomputed());
-        let start = computed as usize;
-        let tokens = &sequence.tokens[start..start + known as usize];
-        let drafts: &[TokenId] = &sequence.drafts[..(rows - known) as usize];
-        let Ok(first_row) = push_rows(&mut self.cache, plan, table, tokens, drafts) else {
+        let sequence = &self.sequences[index];
+        let (tokens, drafts) = sequence.row_tokens(used.rows);
+        let Ok(first_row) = push_rows(&mut self.cache, plan, growth, tokens, drafts) else {
             debug_assert!(false, "blocks were counted before they were taken");
             return Planned::NoRoom;
         };
         if fault!(RegisteredWhenPlanned) {
-            let known = &sequence.tokens[..start + known as usize];
-            let mut hashes = Vec::new();
-            self.cache.extend_hashes(&sequence.namespace, known, &mut hashes);
-            self.cache.register(table, &sequence.namespace, known, &hashes, |_| Default::default());
+            self.register_planned(index, wants.computed + tokens.len() as u32);
         }
-        self.request_logits(plan, index, first_row, rows, known);
-        self.recount(index);
+        let sequence = &self.sequences[index];
+        let logits = sequence.request_logits(&mut plan.logit_rows, first_row, used.rows);
+        self.sequences.plan(index, used.rows, logits, &self.cache);
         self.planned.push(index);
-        Planned::Rows(Budget::of(computed, rows))
+        Planned::Rows(used)
     }
 
-    fn request_logits(&mut self, plan: &mut StepPlan, index: Index, first_row: u32, rows: u32, known: u32) {
-        let sequence = self.records[index].as_mut().expect("an index in a queue has a record");
-        sequence.planned_rows = rows;
-        sequence.lacking = None;
-        let complete = known == sequence.uncomputed();
-        if !complete || !sequence.wants_token() {
-            sequence.planned_logits = 0;
-            return;
+    /// Gives back what a sequence's rows do not see any more.
+    fn slide(&mut self, index: Index, table: TableId) {
+        self.cache.slide(table);
+        self.sequences.recount(index, &self.cache);
+        // What it leaves pinned behind its window does not take what is promised.
+        while self.sequences[index].is_promised() && self.promises().check(None).is_err() {
+            if self.cache.give_up_pins(self.cache.free_blocks() + 1) == 0 {
+                break;
+            }
         }
-        let mut logits = |sequence_id, num_rows: u32| {
-            plan.logit_rows.push(LogitRow {
-                sequence: sequence_id,
-                row: first_row + known - 1,
-                num_rows,
-                next_position: sequence.tokens.len() as u32,
-            });
-        };
-        if sequence.pending_samples.is_empty() {
-            logits(sequence.id, 1 + rows - known);
-        }
-        for &sample in &sequence.pending_samples {
-            logits(sequence.id.request().sample(sample), 1);
-        }
-        sequence.planned_logits = sequence.width();
     }
 
-    /// Blocks that are lacking for `rows` more rows.
-    fn blocks_short(&self, index: Index, rows: u32) -> u32 {
-        self.missing_to(index, self.blocks_for_rows(index, rows))
+    /// The most rows for which a sequence's windows hold no more than is promised to it, or reserved.
+    fn rows_promised(&self, sequence: &Sequence) -> u32 {
+        match sequence.is_promised() || sequence.is_protected() {
+            true if self.cache.slides() => self.cache.rows_at_most(),
+            _ => u32::MAX,
+        }
+    }
+
+    /// What `rows` more rows take.
+    fn growth_of(&self, index: Index, rows: u32) -> Option<Growth> {
+        let reserved = self.ledger.reserved_beside(index, &self.sequences, &self.cache);
+        blocks::growth(&self.cache, &self.sequences[index], rows, reserved)
     }
 
     /// Free blocks that `rows` more rows take.
     fn blocks_for_rows(&self, index: Index, rows: u32) -> u32 {
-        let table = self.get(index).table;
-        table.and_then(|table| self.cache.blocks_needed(table, rows).ok()).unwrap_or(u32::MAX)
-    }
-
-    /// The most rows, up to `rows`, that the free blocks hold.
-    fn rows_that_fit(&self, index: Index, rows: u32) -> u32 {
-        let Some(table) = self.get(index).table else { return 0 };
-        let block_size = self.cache.config().block_size();
-        let held = self.cache.block_ids(table).map_or(0, <[_]>::len) as u32;
-        let copy = u32::from(self.cache.shared_tail_block(table).is_some());
-        let Some(free) = self.available_to(index).checked_sub(copy) else { return 0 };
-        rows.min(((held + free) * block_size).saturating_sub(self.get(index).computed))
+        self.growth_of(index, rows).map_or(u32::MAX, |growth| growth.needed())
     }
 
     /// Makes room for as many of `rows` rows as possible. Idle content gives way to all of them, running sequences only
     /// to the first block's. Returns the rows that fit then.
     fn room_for(&mut self, index: Index, rows: u32) -> u32 {
-        let fit = self.rows_that_fit(index, rows);
+        let fit = blocks::rows_within(&self.cache, &self.sequences[index], rows, self.available_to(index));
         let mut wanted = rows;
         while wanted > fit {
             if self.make_room(index, self.blocks_for_rows(index, wanted), false) {
@@ -400,29 +336,10 @@ impl Scheduler {
         if fit > 0 {
             return fit;
         }
-        let block_size = self.cache.config().block_size();
-        [rows.min(block_size), 1]
+        let node_tokens = self.cache.node_tokens();
+        [rows.min(node_tokens), 1]
             .into_iter()
             .find(|&rows| self.make_room(index, self.blocks_for_rows(index, rows), true))
             .unwrap_or(0)
     }
-}
-
-/// Rows and work of a decoding sequence's next step.
-fn decode_wants(sequence: &Sequence) -> Option<Budget> {
-    sequence.is_decoding().then(|| Budget::of(sequence.computed, 1 + sequence.usable_drafts()))
-}
-
-/// The most rows, up to `rows`, after a context of `computed` tokens whose work stays within `work`.
-fn rows_within(computed: u32, rows: u32, work: u64) -> u32 {
-    let fits = |rows: u32| rows_work(u64::from(rows), u64::from(computed) + u64::from(rows)) <= work;
-    if fits(rows) {
-        return rows;
-    }
-    let (mut low, mut high) = (0, rows);
-    while high - low > 1 {
-        let middle = low + (high - low) / 2;
-        if fits(middle) { low = middle } else { high = middle }
-    }
-    low
 }

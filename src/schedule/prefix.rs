@@ -4,94 +4,122 @@
 //! far. So what an invalid or aborted sequence computed, and nobody has confirmed, is never found by others (I6).
 
 use crate::cache::{MissReason, PrefixMatch};
+use crate::ids::TableId;
 use crate::schedule::request::{DuplicatePrompts, PrefixReport, StepEvent};
 use crate::schedule::scheduler::{Index, Scheduler};
-use crate::schedule::sequence::keep_of;
+use crate::schedule::sequence::Sequences;
 
-/// What was found for the sequence that is at the door.
+/// What the prefix cache has for the sequence that is at the door.
 #[derive(Debug, Default)]
 pub(super) struct Matched {
-    pub(super) index: Option<Index>,
-    pub(super) found: PrefixMatch,
+    index: Option<Index>,
+    found: PrefixMatch,
+}
+
+impl Matched {
+    /// Nobody is at the door.
+    pub(super) fn forget(&mut self) {
+        self.index = None;
+    }
+
+    /// What was found for `index`, if it is the one at the door.
+    pub(super) fn found_for(&self, index: Index) -> Option<&PrefixMatch> {
+        (self.index == Some(index)).then_some(&self.found)
+    }
+
+    /// The same for whoever is there, if that sequence is promised its blocks and has none yet.
+    pub(super) fn found_for_promised(&self, sequences: &Sequences) -> Option<&PrefixMatch> {
+        let sequence = &sequences[self.index?];
+        let counts = sequence.is_promised() && sequence.table().is_none() && sequence.fork().is_none();
+        counts.then_some(&self.found)
+    }
+
+    /// Gives up a block that matches in part. Returns whether there was any.
+    pub(super) fn drop_partial(&mut self) -> bool {
+        self.found.drop_partial()
+    }
 }
 
 impl Scheduler {
     /// Looks a sequence without a table up in the prefix cache. Changes nothing else.
     pub(super) fn match_prefix(&mut self, index: Index) {
-        self.matched.found.clear();
-        self.matched.index = Some(index);
-        let Some(sequence) = self.records[index].as_mut() else { return };
-        if sequence.table.is_some() || sequence.fork.is_some() {
+        let sequence = &self.sequences[index];
+        if sequence.table().is_some() || sequence.fork().is_some() {
+            self.matched.found.clear();
             self.matched.index = None;
             return;
         }
-        self.cache.extend_hashes(&sequence.namespace, &sequence.tokens, &mut sequence.hashes);
-        let found = &mut self.matched.found;
-        self.cache.find_match(&sequence.namespace, &sequence.tokens, &sequence.hashes, found);
+        self.matched.index = Some(index);
+        self.look_up(index);
     }
 
-    /// What was found for `index`, if it is the one at the door.
-    pub(super) fn found_for(&self, index: Index) -> Option<&PrefixMatch> {
-        (self.matched.index == Some(index)).then_some(&self.matched.found)
+    /// How many tokens of a sequence the prefix cache has.
+    pub(super) fn num_found(&mut self, index: Index) -> u32 {
+        self.look_up(index);
+        self.matched.found.num_tokens
+    }
+
+    fn look_up(&mut self, index: Index) {
+        let len = self.sequences[index].tokens().len();
+        let sequence = self.sequences.extend_hashes(index, len, &self.cache);
+        let (namespace, found) = (&sequence.terms.namespace, &mut self.matched.found);
+        self.cache.find_match(namespace, sequence.tokens(), sequence.hashes(), found);
     }
 
     /// The running sequence that is computing what `index` would compute next, and will be done with it sooner.
     pub(super) fn computes_prompt_of(&self, index: Index) -> Option<Index> {
         let waits =
             self.config.prefix_cache.is_some_and(|config| config.duplicates == DuplicatePrompts::Wait);
-        let found = self.found_for(index).filter(|_| waits)?;
-        let sequence = self.get(index);
-        let next = found.blocks.len();
-        let hash = sequence.hashes.get(next)?;
-        let block_size = self.cache.config().block_size() as usize;
-        self.running.iter().copied().find(|&other| {
-            let other = self.get(other);
-            let comes = other.hashes.get(next) == Some(hash)
-                && other.namespace == sequence.namespace
-                && !other.aborting
-                && (other.confirmed as usize) < (next + 1) * block_size;
+        let found = self.matched.found_for(index).filter(|_| waits)?;
+        let sequence = &self.sequences[index];
+        let next = found.num_nodes() as usize;
+        let hash = sequence.hashes().get(next)?;
+        let block_size = self.cache.node_tokens() as usize;
+        self.sequences.running().iter().copied().find(|&other| {
+            let other = &self.sequences[other];
+            let comes = other.hashes().get(next) == Some(hash)
+                && other.terms.namespace == sequence.terms.namespace
+                && !other.is_aborting()
+                && (other.confirmed() as usize) < (next + 1) * block_size;
             if !comes {
                 return false;
             }
-            let common = other.tokens.iter().zip(&sequence.tokens).take_while(|(a, b)| a == b).count();
+            let both = other.tokens().iter().zip(sequence.tokens());
+            let common = both.take_while(|(a, b)| a == b).count();
             let gained = (common / block_size).saturating_sub(next) * block_size;
             gained > 0 && (other.uncomputed() as usize) < 2 * gained
         })
     }
 
     /// Gives a sequence's new table what was found for it.
-    pub(super) fn adopt_prefix(&mut self, index: Index) {
+    pub(super) fn adopt_prefix(&mut self, index: Index, table: TableId) {
         if self.matched.index.take() != Some(index) {
             return;
         }
-        let Some(sequence) = self.records[index].as_mut() else { return };
-        let Some(table) = sequence.table else { return };
         let found = &self.matched.found;
         let cached = self.cache.adopt(table, found);
-        let wanted = sequence.len() - 1;
+        let sequence = &self.sequences[index];
+        let (wanted, again) = (sequence.len() - 1, sequence.was_let_in);
         let report = PrefixReport { cached_tokens: cached, wanted_tokens: wanted, miss: found.miss };
-        sequence.computed = cached;
-        sequence.confirmed = cached;
-        let again = sequence.was_let_in;
         if sequence.preemptions > 0 {
-            self.found_again.note(cached, sequence.high_water);
+            self.residency.note_found_again(cached, sequence.high_water());
         }
-        sequence.high_water = sequence.high_water.max(cached);
-        sequence.adopted_blocks = found.blocks.len() as u32;
-        sequence.prefix = report;
-        let block_size = self.cache.config().block_size();
-        let retain = &sequence.retain;
+        let (retain, nodes) = (&sequence.terms.retain, found.num_nodes());
         if !retain.is_empty() {
-            self.cache
-                .keep_blocks(table, sequence.adopted_blocks, |entry| keep_of(retain, entry, block_size));
+            self.cache.keep_nodes(table, nodes, retain);
         }
+        self.sequences.adopt(index, report, nodes);
         if again {
             // What a sequence has computed itself, and finds when it comes back, is no hit.
             self.stats.prefix_refound_tokens += u64::from(cached);
-            return;
+        } else {
+            self.count_hit(report);
         }
-        self.stats.prefix_hit_tokens += u64::from(cached);
-        self.stats.prefix_wanted_tokens += u64::from(wanted);
+    }
+
+    fn count_hit(&mut self, report: PrefixReport) {
+        self.stats.prefix_hit_tokens += u64::from(report.cached_tokens);
+        self.stats.prefix_wanted_tokens += u64::from(report.wanted_tokens);
         match report.miss {
             MissReason::Unseen => self.stats.prefix_misses.unseen += 1,
             MissReason::Evicted => self.stats.prefix_misses.evicted += 1,
@@ -101,41 +129,47 @@ impl Scheduler {
     }
 
     pub(super) fn tell_admitted(&mut self, index: Index) {
-        let sequence = self.get(index);
-        let event = StepEvent::Admitted { sequence: sequence.id, prefix: sequence.prefix };
-        self.events.push(event);
+        let sequence = &self.sequences[index];
+        self.events.push(StepEvent::Admitted { sequence: sequence.id(), prefix: sequence.prefix });
     }
 
     /// Lets others find a sequence's full blocks, as far as they are confirmed.
     pub(super) fn register_blocks(&mut self, index: Index) {
-        let block_size = self.cache.config().block_size();
-        let Some(sequence) = self.records[index].as_mut() else { return };
-        let Some(table) = sequence.table else { return };
-        let full = sequence.confirmed / block_size;
-        let registered = self.cache.registered_blocks(table);
+        let sequence = &self.sequences[index];
+        let Some(table) = sequence.table() else { return };
+        let block_size = self.cache.node_tokens();
+        let full = sequence.confirmed() / block_size;
+        let registered = self.cache.registered_nodes(table);
         if !self.cache.has_prefix_cache() || registered >= full {
             return;
         }
-        let tokens = &sequence.tokens[..(full * block_size) as usize];
-        self.cache.extend_hashes(&sequence.namespace, tokens, &mut sequence.hashes);
-        let retain = &sequence.retain;
-        let keep = |entry| keep_of(retain, entry, block_size);
-        self.cache.register(table, &sequence.namespace, tokens, &sequence.hashes, keep);
-        if (registered + 1) * block_size <= sequence.input_len
-            && self.cache.registered_blocks(table) > registered
+        let len = (full * block_size) as usize;
+        let sequence = self.sequences.extend_hashes(index, len, &self.cache);
+        let (terms, tokens) = (&sequence.terms, &sequence.tokens()[..len]);
+        self.cache.register(table, &terms.namespace, tokens, sequence.hashes(), &terms.retain);
+        if (registered + 1) * block_size <= terms.input_len && self.cache.registered_nodes(table) > registered
         {
             // Those that were refused may find an equal prompt now.
             self.ledger.note_given_up();
-            self.wake_those_behind(index);
+            self.wake_behind(index);
         }
+    }
+
+    /// A fault: blocks can be found as soon as they are planned, before anything has computed them.
+    pub(super) fn register_planned(&mut self, index: Index, len: u32) {
+        let sequence = &self.sequences[index];
+        let Some(table) = sequence.table() else { return };
+        let (namespace, known) = (&sequence.terms.namespace, &sequence.tokens()[..len as usize]);
+        let mut hashes = Vec::new();
+        self.cache.extend_hashes(namespace, known, &mut hashes);
+        self.cache.register(table, namespace, known, &hashes, &[]);
     }
 
     /// Nobody finds what an invalid sequence computed, nor what continues it.
     pub(super) fn forget_blocks(&mut self, index: Index) {
-        let sequence = self.get(index);
-        if let Some(table) = sequence.table {
-            let adopted = sequence.adopted_blocks;
-            let forgotten = self.cache.forget_prefix(table, adopted);
+        let sequence = &self.sequences[index];
+        if let Some(table) = sequence.table() {
+            let forgotten = self.cache.forget_prefix(table, sequence.adopted_nodes);
             debug_assert!(forgotten.is_ok(), "a live table is forgotten: {forgotten:?}");
         }
     }

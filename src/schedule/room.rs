@@ -1,35 +1,15 @@
-//! Room (I9): whose blocks and tables are taken when none are free.
+//! Room (I9): makes room for a sequence, by taking blocks and tables from those that `victims` chooses.
 //!
-//! Kept sequences are idle content: their blocks are taken first, least recently finished first. Under overcommitted
-//! admission, sequences in line that come after the requester follow, then running ones as the policy says, unless they
-//! are in this step already or protected. Victims are taken only when together they free enough, and none is taken that
-//! is not needed for it. A sequence for which no room can be made waits in place: whoever comes before it goes on, and
-//! frees blocks in the end. Pinned content goes only where a step would have no row at all.
+//! A sequence for which no room can be made waits in place: whoever comes before it goes on, and frees blocks in the end.
+//! Pinned content goes only where a step would have no row at all.
 
+use crate::cache::{KvCache, PrefixMatch};
 use crate::ids::BlockId;
+use crate::schedule::blocks;
 use crate::schedule::request::VictimPolicy;
 use crate::schedule::scheduler::{Index, Scheduler};
-use std::cmp::Reverse;
-use std::collections::HashMap;
-
-/// Whose blocks may be taken, beside idle content's.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Reach {
-    Idle,
-    /// Running sequences, by the policy.
-    Running,
-    /// Running sequences of lower classes.
-    LowerClass,
-}
-
-/// How far it goes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Resort {
-    #[default]
-    Usual,
-    /// Pinned content goes, and whatever sequences in line hold, even those before the requester: nobody goes on otherwise.
-    Last,
-}
+use crate::schedule::sequence::Sequences;
+use crate::schedule::victims::{Candidate, Holding, Reach, Requester, Resort, Victims, View, choose_tables};
 
 impl Scheduler {
     /// Frees blocks until `needed` are available to `index`, the copy of its shared last block included: those of idle
@@ -67,13 +47,13 @@ impl Scheduler {
     }
 
     fn take_from(&mut self, victims: &[Index], index: Index, needed: u32, resort: Resort) -> bool {
-        let shares_tail = |scheduler: &Self| {
-            scheduler.get(index).table.and_then(|table| scheduler.cache.shared_tail_block(table)).is_some()
+        let shared_tails = |scheduler: &Self| {
+            blocks::shared_tails(&scheduler.cache, &scheduler.sequences[index]).count() as u32
         };
-        let shared = shares_tail(self);
+        let shared = shared_tails(self);
         // When nobody else holds its last block any more, it is not copied.
         let missing = |scheduler: &Self| {
-            let saved = u32::from(shared && !shares_tail(scheduler));
+            let saved = shared.saturating_sub(shared_tails(scheduler));
             scheduler.missing_to(index, needed - saved.min(needed))
         };
         for &victim in victims {
@@ -87,7 +67,7 @@ impl Scheduler {
         }
         for &victim in victims {
             if missing(self) > 0 {
-                self.release_table(victim);
+                self.restart(victim);
             }
         }
         while resort == Resort::Last && missing(self) > 0 {
@@ -102,102 +82,44 @@ impl Scheduler {
 
     /// Gives up one block of pinned content. Returns whether there was any.
     pub(super) fn give_up_pinned_content(&mut self) -> bool {
-        if let Some(&kept) = self.kept.values().find(|&&kept| self.get(kept).table.is_some()) {
+        let with_table = self.sequences.kept().find(|&kept| self.sequences[kept].table().is_some());
+        if let Some(kept) = with_table {
             self.evict(kept, None);
             return true;
         }
         self.cache.give_up_pins(self.cache.free_blocks() + 1) > 0
     }
 
-    /// Sequences that only hold content: kept ones, then those in line behind the requester that are not promised it.
-    fn idle_candidates(&self, index: Index, resort: Resort) -> impl Iterator<Item = Index> {
-        let place = self.get(index).place();
-        let kept = self.kept.values().copied().filter(|&kept| self.get(kept).table.is_some());
-        // A turn or branch that waits in line holds blocks as a kept sequence does; under guarantee they are promised.
-        let waiting = self.line.claimants().rev().filter(move |&other| {
-            let within_reach = resort == Resort::Last || self.get(other).place() > place;
-            within_reach
-                && other != index
-                && self.get(other).table.is_some()
-                && !self.get(other).is_promised()
-        });
-        kept.chain(waiting)
-    }
-
     /// Sequences that free `missing` blocks for `index` together.
     fn victims_for(&self, index: Index, missing: u32, reach: Reach, resort: Resort) -> Option<Vec<Index>> {
-        if missing == 0 {
-            return Some(Vec::new());
-        }
-        let mut candidates: Vec<Index> = self.idle_candidates(index, resort).collect();
-        let idle = candidates.len();
-        if self.is_overcommitted() && reach != Reach::Idle {
-            candidates.extend(self.running_candidates(index, reach));
-            if reach == Reach::Running && self.config.victims == VictimPolicy::LeastLost {
-                candidates[idle..].sort_by_key(|&other| {
-                    let table = self.get(other).table;
-                    let lost = table.map_or(0, |table| self.cache.swappable_blocks(table, None));
-                    (lost, Reverse(self.get(other).place()))
-                });
-            }
-        }
-        // A copy is saved when all others give the requester's last block up.
-        let tail = self.get(index).table.and_then(|table| self.cache.shared_tail_block(table));
-        let tail = tail.filter(|&block| !self.cache.is_copy_source(block));
-        let at_most: u32 = candidates.iter().map(|&other| self.table_blocks(self.get(other)) + 1).sum();
-        if at_most < missing {
-            return None;
-        }
-        let found = self.found_for(index).map_or(&[][..], |found| &found.blocks[..]);
-        let partial = self.found_for(index).and_then(|found| found.partial).map(|(block, _)| block);
-        let mut freed = Freed { tail, found, partial, resort, ..Freed::default() };
-        let enough = candidates.iter().position(|&victim| freed.add(self, victim) >= missing)?;
-        candidates.truncate(enough + 1);
-        // Those that free nothing, or less than what is freed beyond need, are spared.
-        for place in (0..enough).rev() {
-            let spared = freed.freed_by(self, candidates[place]);
-            if freed.blocks - spared + u32::from(fault!(VictimsFreeTooLittle)) >= missing {
-                freed.remove(self, candidates[place]);
-                candidates.remove(place);
-            }
-        }
-        Some(candidates)
-    }
-
-    /// Running sequences that may be preempted for `index`, the last in line first.
-    fn running_candidates(&self, index: Index, reach: Reach) -> impl Iterator<Item = Index> {
-        let (place, priority) = (self.get(index).place(), self.get(index).priority);
-        let policy = self.config.victims;
-        let running = self.running.iter().rev().copied();
-        running.filter(move |&other| {
-            let sequence = self.get(other);
-            let within_reach = match (reach, policy) {
-                (Reach::Idle, _) => false,
-                (Reach::LowerClass, _) => sequence.priority > priority && sequence.place() > place,
-                (Reach::Running, VictimPolicy::LowestPriority) => sequence.place() > place,
-                (Reach::Running, VictimPolicy::LeastLost) => other != index && sequence.priority >= priority,
-                (Reach::Running, VictimPolicy::Requester) => false,
-            };
-            within_reach && sequence.planned_rows == 0 && !sequence.protected && sequence.table.is_some()
-        })
+        let sequence = &self.sequences[index];
+        let found = self.matched.found_for(index);
+        let requester = Requester {
+            index,
+            place: sequence.place(),
+            priority: sequence.priority(),
+            tails: blocks::shared_tails(&self.cache, sequence)
+                .filter(|&block| !self.cache.is_copy_source(block))
+                .collect(),
+            found: found.map_or(Vec::new(), PrefixMatch::sorted_blocks),
+        };
+        let policy = self.is_overcommitted().then_some(self.config.victims);
+        Victims { requester, policy, reach, resort }.choose(&self.holders(), missing)
     }
 
     /// Whether a sequence for which no room can be made gives up its own blocks: by policy, while others run that may
     /// need them, and if that frees any.
     pub(super) fn yields(&self, index: Index) -> bool {
-        let sequence = self.get(index);
+        let sequence = &self.sequences[index];
         self.config.victims == VictimPolicy::Requester
             && self.is_overcommitted()
-            && !sequence.protected
-            && self.running.len() > 1
-            && sequence.table.is_some_and(|table| {
+            && !sequence.is_protected()
+            && self.sequences.running().len() > 1
+            && sequence.table().is_some_and(|table| {
                 // Blocks return, or the copy of a shared one is saved.
-                self.cache.swappable_blocks(table, None) > 0 || self.cache.shared_tail_block(table).is_some()
+                self.cache.swappable_blocks(table, None) > 0
+                    || self.cache.shared_tail_blocks(table).next().is_some()
             })
-    }
-
-    pub(super) fn blocks_of(&self, index: Index) -> &[BlockId] {
-        self.get(index).table.and_then(|table| self.cache.block_ids(table).ok()).unwrap_or_default()
     }
 
     /// Takes idle sequences' tables, `parent`'s apart, until all that `index` and its samples need can be opened. All or
@@ -207,26 +129,9 @@ impl Scheduler {
         if missing == 0 {
             return true;
         }
-        let waiting = self.line.claimants().rev().filter(|_| parent.is_none());
-        let idle = self.kept.values().copied().chain(waiting).filter(|&other| {
-            let sequence = self.get(other);
-            other != index && Some(other) != parent && sequence.table.is_some() && !sequence.is_promised()
-        });
-        let mut victims = Vec::new();
-        let mut freed = 0;
-        for victim in idle {
-            if freed >= missing {
-                break;
-            }
-            // With its table, what was set aside for its samples.
-            freed += self.get(victim).width();
-            victims.push(victim);
-        }
-        if freed < missing {
-            return false;
-        }
+        let Some(victims) = choose_tables(&self.holders(), index, parent, missing) else { return false };
         for victim in victims {
-            self.release_table(victim);
+            self.restart(victim);
             self.stats.reclaimed += 1;
         }
         true
@@ -235,54 +140,86 @@ impl Scheduler {
     /// Tables that must become free before `index` and its samples can open theirs, beside those set aside: for samples
     /// that have not parted, and for branches that share when the outstanding step has ended.
     fn tables_missing_to(&self, index: Index) -> u32 {
-        let others = self.sums.tables - self.get(index).counted.map_or(0, |counted| counted.tables);
-        let sequence = self.get(index);
-        let own = u32::from(sequence.table.is_some());
+        let sequence = &self.sequences[index];
+        let set_aside = sequence.counted().map_or(0, |counted| counted.tables);
+        let others = self.sequences.sums().tables - set_aside;
+        let own = u32::from(sequence.table().is_some());
         (sequence.width() + others).saturating_sub(self.cache.free_tables() + own)
     }
-}
 
-/// Blocks that victims free together.
-#[derive(Default)]
-struct Freed<'a> {
-    given_up: HashMap<BlockId, u32>,
-    blocks: u32,
-    /// The requester's shared last block: giving it up frees no block, but saves the copy of it.
-    tail: Option<BlockId>,
-    /// What the requester has found in the prefix cache, and will hold itself.
-    found: &'a [BlockId],
-    partial: Option<BlockId>,
-    resort: Resort,
-}
-
-impl Freed<'_> {
-    /// Adds a victim; returns what is freed then.
-    fn add(&mut self, scheduler: &Scheduler, victim: Index) -> u32 {
-        for &block in scheduler.blocks_of(victim) {
-            *self.given_up.entry(block).or_default() += 1;
-        }
-        self.blocks += self.freed_by(scheduler, victim);
-        self.blocks
+    /// Blocks that protected sequences may still need and nobody else may take.
+    pub(super) fn reserved_blocks(&self) -> u32 {
+        self.ledger.reserved(&self.sequences, &self.cache)
     }
 
-    fn remove(&mut self, scheduler: &Scheduler, victim: Index) {
-        self.blocks -= self.freed_by(scheduler, victim);
-        for block in scheduler.blocks_of(victim) {
-            self.given_up.entry(*block).and_modify(|given_up| *given_up -= 1);
+    /// Free blocks that `index` may take.
+    pub(super) fn available_to(&self, index: Index) -> u32 {
+        let reserved = self.ledger.reserved_against(&self.sequences[index], &self.sequences, &self.cache);
+        self.cache.free_blocks().saturating_sub(reserved)
+    }
+
+    /// Blocks that must become free before `index` may take `needed`.
+    pub(super) fn missing_to(&self, index: Index, needed: u32) -> u32 {
+        if needed == 0 {
+            return 0;
+        }
+        let reserved = self.ledger.reserved_against(&self.sequences[index], &self.sequences, &self.cache);
+        needed.saturating_add(reserved).saturating_sub(self.cache.free_blocks())
+    }
+
+    /// Who holds what, for a choice of victims.
+    fn holders(&self) -> Holders<'_> {
+        Holders { sequences: &self.sequences, cache: &self.cache }
+    }
+}
+
+/// Sequences, and the blocks that they hold.
+struct Holders<'a> {
+    sequences: &'a Sequences,
+    cache: &'a KvCache,
+}
+
+impl Holders<'_> {
+    fn candidate(&self, index: Index) -> Option<Candidate> {
+        let sequence = &self.sequences[index];
+        sequence.table().map(|_| Candidate {
+            index,
+            place: sequence.place(),
+            priority: sequence.priority(),
+            tables: sequence.width(),
+            num_blocks: blocks::held(self.cache, sequence),
+            is_promised: sequence.is_promised(),
+            is_spared: sequence.is_planned() || sequence.is_protected(),
+        })
+    }
+}
+
+impl View for Holders<'_> {
+    fn kept(&self) -> impl Iterator<Item = Candidate> {
+        self.sequences.kept().filter_map(|index| self.candidate(index))
+    }
+
+    fn waiting(&self) -> impl Iterator<Item = Candidate> {
+        self.sequences.line().claimants().rev().filter_map(|index| self.candidate(index))
+    }
+
+    fn running(&self) -> impl Iterator<Item = Candidate> {
+        self.sequences.running().iter().rev().filter_map(|&index| self.candidate(index))
+    }
+
+    fn blocks(&self, index: Index) -> impl Iterator<Item = BlockId> {
+        blocks::of(self.cache, &self.sequences[index])
+    }
+
+    fn holding(&self, block: BlockId) -> Holding {
+        Holding {
+            holders: self.cache.ref_count(block),
+            is_fenced: self.cache.is_pinned(block),
+            is_retained: self.cache.is_retained(block),
         }
     }
 
-    /// Blocks of a victim that nobody would hold any more, and that anybody may take.
-    fn freed_by(&self, scheduler: &Scheduler, victim: Index) -> u32 {
-        let is_freed = |&(entry, &block): &(usize, &BlockId)| {
-            let holders = scheduler.cache.ref_count(block) - u32::from(self.tail == Some(block));
-            // Who holds the same history holds it at the same entry.
-            let is_found = self.found.get(entry) == Some(&block) || self.partial == Some(block);
-            self.given_up.get(&block) == Some(&holders)
-                && !is_found
-                && (self.tail == Some(block) || !scheduler.cache.is_pinned(block))
-                && (self.resort == Resort::Last || !scheduler.cache.is_retained(block))
-        };
-        scheduler.blocks_of(victim).iter().enumerate().filter(is_freed).count() as u32
+    fn lost(&self, index: Index) -> u32 {
+        self.sequences[index].table().map_or(0, |table| self.cache.swappable_blocks(table, None))
     }
 }

@@ -2,10 +2,10 @@
 //!
 //! The scheduler and applications with a scheduler of their own build their steps here; nobody else writes a plan.
 
-use crate::cache::KvCache;
+use crate::cache::{Growth, KvCache};
 use crate::error::{CacheError, CommitError};
 use crate::ids::{PADDING_SLOT, SequenceId, TableId, TokenId};
-use crate::schedule::step_plan::{LogitRow, StepPlan, TableChange};
+use crate::schedule::step_plan::{LogitRow, StackPlan, StepPlan, TableChange};
 use std::ops::Range;
 
 /// Builds one step over a cache. Dropped unfinished, it leaves a step that the next one rolls back.
@@ -26,43 +26,49 @@ pub(super) fn begin_plan(cache: &mut KvCache, plan: &mut StepPlan) {
     plan.forgotten_devices = cache.forgotten_devices();
     plan.last_committed = cache.last_committed();
     plan.query_starts.push(0);
+    plan.stacks.resize_with(cache.num_stacks() as usize, StackPlan::default);
 }
 
-/// Appends `tokens`, then `drafts`, to `table` and plans one row for each. Returns the first row. All or nothing.
+/// Appends `tokens`, then `drafts`, to the table that `growth` is for and plans one row for each. Returns the first row. All
+/// or nothing.
 pub(super) fn push_rows(
     cache: &mut KvCache,
     plan: &mut StepPlan,
-    table: TableId,
+    growth: Growth,
     tokens: &[TokenId],
     drafts: &[TokenId],
 ) -> Result<u32, CacheError> {
-    let start = cache.len(table)?;
-    let num_tokens = u32::try_from(tokens.len() + drafts.len()).unwrap_or(u32::MAX);
-    cache.grow(table, num_tokens)?;
+    cache.grow(growth)?;
+    let (table, start, end) = (growth.table, growth.start, growth.start + growth.num_tokens);
+    debug_assert_eq!(growth.num_tokens as usize, tokens.len() + drafts.len());
     let first_row = plan.num_rows();
-    let end = start + num_tokens;
-    let block_size = cache.config().block_size();
-    let blocks = cache.block_ids(table)?;
     plan.token_ids.extend_from_slice(tokens);
     plan.token_ids.extend_from_slice(drafts);
     plan.positions.extend(start..end);
-    plan.slot_mapping.extend((start..end).map(|position| {
-        let slot = position % block_size;
-        let slot = if fault!(SlotShared) { slot & !1 } else { slot };
-        blocks[(position / block_size) as usize].index() * block_size + slot
-    }));
-    plan.query_starts.push(first_row + num_tokens);
+    plan.query_starts.push(first_row + growth.num_tokens);
     plan.context_lens.push(end);
     plan.table_rows.push(table.row());
-    let dirty_from = cache.dirty_from(table) as usize;
-    if dirty_from < blocks.len() {
-        plan.table_changes.push(TableChange {
-            table_row: table.row(),
-            first_entry: dirty_from as u32,
-            start: plan.changed_entries.len() as u32,
-            len: (blocks.len() - dirty_from) as u32,
-        });
-        plan.changed_entries.extend(blocks[dirty_from..].iter().map(|block| block.index()));
+    for run in cache.runs(table) {
+        let stack = &mut plan.stacks[run.stack as usize];
+        let (shift, mask) = (run.block_size.trailing_zeros(), run.block_size - 1);
+        let positions = run.first_token.max(start)..run.end_token.min(end);
+        stack.slot_mapping.extend(positions.map(|position| {
+            let slot = position & mask;
+            let slot = if fault!(SlotShared) { slot & !1 } else { slot };
+            let block = run.blocks[((position >> shift) - run.first_entry) as usize];
+            (block.index() << shift) + slot
+        }));
+        let unchanged = run.dirty_from - run.first_entry;
+        let changed = &run.blocks[unchanged as usize..];
+        if !changed.is_empty() {
+            stack.table_changes.push(TableChange {
+                table_row: table.row(),
+                first_entry: run.dirty_from,
+                start: stack.changed_entries.len() as u32,
+                len: changed.len() as u32,
+            });
+            stack.changed_entries.extend(changed.iter().map(|block| block.index()));
+        }
     }
     Ok(first_row)
 }
@@ -117,7 +123,13 @@ impl<'a> StepBuilder<'a> {
             return Err(CacheError::NoTokens { table });
         }
         self.check_outstanding()?;
-        let first_row = push_rows(self.cache, &mut self.plan, table, tokens, &[])?;
+        let num_tokens = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
+        if self.cache.slides() {
+            self.cache.len(table)?;
+            self.cache.slide(table);
+        }
+        let growth = self.cache.growth(table, num_tokens, self.cache.free_blocks())?;
+        let first_row = push_rows(self.cache, &mut self.plan, growth, tokens, &[])?;
         Ok(first_row..self.plan.num_rows())
     }
 
@@ -206,7 +218,9 @@ impl<'a> StepBuilder<'a> {
         let rows = self.num_rows().max(self.padded_rows) as usize;
         self.plan.token_ids.resize(rows, 0);
         self.plan.positions.resize(rows, 0);
-        self.plan.slot_mapping.resize(rows, PADDING_SLOT);
+        for stack in &mut self.plan.stacks {
+            stack.slot_mapping.resize(rows, PADDING_SLOT);
+        }
         if self.is_outstanding() {
             finish_plan(self.cache, &mut self.plan);
         }
