@@ -1,5 +1,6 @@
 //! What the pool is doing, as numbers that sum.
 
+use crate::cache::KvCache;
 use std::fmt;
 
 /// A snapshot of the pools. `free_blocks + cached_blocks + held_blocks + in_transfer_blocks == num_blocks`, always, and
@@ -53,6 +54,19 @@ pub struct CacheStats {
     pub tail_waste_tokens: u64,
     /// Blocks copied on write so far, rolled-back steps not counted.
     pub block_copies: u64,
+}
+
+impl KvCache {
+    /// Slots that last blocks leave unused: [`CacheStats::tail_waste_tokens`] alone.
+    pub(crate) fn tail_waste_tokens(&self) -> u64 {
+        let layout = self.config.layout();
+        let tables = self.tables.iter().filter(|table| table.live);
+        let waste = tables.map(|table| {
+            let on_device = table.len.min(table.blocks.len() as u32 * layout.block_size);
+            u64::from(layout.blocks_for(on_device)) * u64::from(layout.block_size) - u64::from(on_device)
+        });
+        waste.sum()
+    }
 }
 
 impl fmt::Display for CacheStats {

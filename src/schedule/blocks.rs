@@ -2,50 +2,65 @@
 //!
 //! Pure questions to a cache about one sequence. Nothing here knows of others, of promises or of policy.
 
-use crate::cache::{Growth, KvCache};
+use crate::cache::KvCache;
 use crate::ids::{BlockId, TableId};
 use crate::schedule::sequence::Sequence;
 
+// What a table holds: none, if there is no table.
+
 /// The blocks of a sequence in the pool, in order.
-pub(super) fn of<'a>(cache: &'a KvCache, sequence: &Sequence) -> &'a [BlockId] {
-    sequence.table().and_then(|table| cache.block_ids(table).ok()).unwrap_or_default()
+pub(super) fn of(cache: &KvCache, table: Option<TableId>) -> &[BlockId] {
+    table.and_then(|table| cache.block_ids(table).ok()).unwrap_or_default()
 }
 
 /// How many blocks of the pool a sequence has.
-pub(super) fn held(cache: &KvCache, sequence: &Sequence) -> u32 {
-    of(cache, sequence).len() as u32
+pub(super) fn held(cache: &KvCache, table: Option<TableId>) -> u32 {
+    of(cache, table).len() as u32
 }
 
 /// Those that its first `end` tokens lie in.
-pub(super) fn held_within(cache: &KvCache, sequence: &Sequence, end: u32) -> u32 {
-    let held = held(cache, sequence);
-    let len = sequence.table().and_then(|table| cache.len(table).ok()).unwrap_or(0);
+pub(super) fn held_within(cache: &KvCache, table: Option<TableId>, end: u32) -> u32 {
+    let held = held(cache, table);
+    let len = table.and_then(|table| cache.len(table).ok()).unwrap_or(0);
     if len <= end { held } else { cache.config().layout().blocks_for(end).min(held) }
 }
 
 /// Blocks of a sequence in the host pool.
-pub(super) fn returning(cache: &KvCache, sequence: &Sequence) -> u32 {
-    sequence.table().map_or(0, |table| cache.host_blocks_of(table).unwrap_or(0))
+pub(super) fn returning(cache: &KvCache, table: Option<TableId>) -> u32 {
+    table.map_or(0, |table| cache.host_blocks_of(table).unwrap_or(0))
 }
 
 /// The partly filled last block of a sequence, when others hold it too: it is copied before the next token is written.
-pub(super) fn shared_tail(cache: &KvCache, sequence: &Sequence) -> Option<BlockId> {
-    sequence.table().and_then(|table| cache.shared_tail_block(table))
+pub(super) fn shared_tail(cache: &KvCache, table: Option<TableId>) -> Option<BlockId> {
+    cache.shared_tail_block(table?)
 }
+
+/// Whether a sequence's next token goes into a block that holds others already, and that is in other tables or may come to
+/// be in them.
+pub(super) fn has_open_tail(cache: &KvCache, table: Option<TableId>) -> bool {
+    table.is_some_and(|table| cache.has_open_tail(table))
+}
+
+/// Blocks that `len` tokens take beyond those that a sequence has, and `found` more.
+pub(super) fn beyond(cache: &KvCache, table: Option<TableId>, len: u32, found: u32) -> u32 {
+    let held = table.and_then(|table| cache.block_ids(table).ok()).map_or(0, <[_]>::len) as u32;
+    cache.config().layout().blocks_for(len).saturating_sub(held + found)
+}
+
+/// Free blocks that `rows` more rows take.
+pub(super) fn for_rows(cache: &KvCache, table: Option<TableId>, rows: u32) -> u32 {
+    table.and_then(|table| cache.blocks_needed(table, rows).ok()).unwrap_or(u32::MAX)
+}
+
+// What a sequence will hold.
 
 /// The block that a sequence's next token goes into, if that is partly filled when at most `end` tokens are left.
 pub(super) fn tail_within(cache: &KvCache, sequence: &Sequence, end: u32) -> Option<BlockId> {
     let table = sequence.table().filter(|_| sequence.fork().is_none())?;
     let len = cache.len(table).ok()?.min(end);
     let block_size = cache.config().block_size();
-    let tail = of(cache, sequence).get((len / block_size) as usize).copied();
+    let tail = of(cache, Some(table)).get((len / block_size) as usize).copied();
     tail.filter(|_| !len.is_multiple_of(block_size))
-}
-
-/// Whether a sequence's next token goes into a block that holds others already, and that is in other tables or may come to
-/// be in them.
-pub(super) fn has_open_tail(cache: &KvCache, sequence: &Sequence) -> bool {
-    sequence.table().is_some_and(|table| cache.has_open_tail(table))
 }
 
 /// The full blocks of its parent that a branch shares when the outstanding step ends, of `end` tokens at most.
@@ -56,33 +71,15 @@ pub(super) fn to_be_shared<'a>(cache: &'a KvCache, sequence: &Sequence, end: u32
     &parents[..full.min(parents.len())]
 }
 
-/// Blocks that `len` tokens take beyond those that a table has, and `found` more.
-pub(super) fn beyond(cache: &KvCache, table: Option<TableId>, len: u32, found: u32) -> u32 {
-    let held = table.and_then(|table| cache.block_ids(table).ok()).map_or(0, <[_]>::len) as u32;
-    cache.config().layout().blocks_for(len).saturating_sub(held + found)
-}
-
-/// What `rows` more rows of a sequence take, to be carried out by the step.
-pub(super) fn growth(cache: &KvCache, sequence: &Sequence, rows: u32) -> Option<Growth> {
-    let table = sequence.table()?;
-    let growth = cache.growth(table, rows);
-    debug_assert!(growth.is_ok(), "a sequence that runs cannot grow: {growth:?}");
-    growth.ok()
-}
-
-/// Free blocks that `rows` more rows take.
-pub(super) fn for_rows(cache: &KvCache, sequence: &Sequence, rows: u32) -> u32 {
-    sequence.table().and_then(|table| cache.blocks_needed(table, rows).ok()).unwrap_or(u32::MAX)
-}
-
 /// The most rows, up to `rows`, that `free` more blocks hold.
 pub(super) fn rows_within(cache: &KvCache, sequence: &Sequence, rows: u32, free: u32) -> u32 {
-    if sequence.table().is_none() {
+    let table = sequence.table();
+    if table.is_none() {
         return 0;
     }
-    let copy = u32::from(shared_tail(cache, sequence).is_some());
+    let copy = u32::from(shared_tail(cache, table).is_some());
     let Some(free) = free.checked_sub(copy) else { return 0 };
-    let room = (held(cache, sequence) + free) * cache.config().block_size();
+    let room = (held(cache, table) + free) * cache.config().block_size();
     rows.min(room.saturating_sub(sequence.computed()))
 }
 
@@ -91,7 +88,7 @@ pub(super) fn still_needed(cache: &KvCache, sequence: &Sequence) -> u32 {
     let most = cache.config().layout().blocks_for(sequence.terms.max_tokens);
     let copied = |table| cache.shared_tail_block(table).is_some() || cache.is_borrowing(table);
     let copy = sequence.table().is_some_and(copied);
-    most.saturating_sub(held(cache, sequence)) + u32::from(copy)
+    most.saturating_sub(held(cache, sequence.table())) + u32::from(copy)
 }
 
 /// Blocks that a sequence and all its samples hold at their declared maximum, if it is `cut`. Samples share the full blocks
@@ -106,7 +103,7 @@ pub(super) fn at_most(cache: &KvCache, sequence: &Sequence, cut: Option<u32>) ->
 /// Blocks that a sequence and all its samples may still need.
 pub(super) fn whole_need(cache: &KvCache, sequence: &Sequence) -> u32 {
     let most = u32::try_from(at_most(cache, sequence, None)).unwrap_or(u32::MAX);
-    most.saturating_sub(held(cache, sequence))
+    most.saturating_sub(held(cache, sequence.table()))
 }
 
 /// Blocks of `samples` sequences of `max_tokens` tokens that share the full blocks of their first `shared`.

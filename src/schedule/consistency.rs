@@ -43,7 +43,7 @@ impl Scheduler {
         match sequence.table() {
             Some(table) => {
                 let len = self.cache.len(table).expect("a record's table is live");
-                assert_eq!(len, computed + sequence.planned().0, "I4: {id:?} and its table disagree");
+                assert_eq!(len, computed + sequence.planned_rows(), "I4: {id:?} and its table disagree");
                 assert!(sequence.confirmed() <= computed, "I6: {id:?} has more confirmed than it has");
             }
             None => assert_eq!(computed, 0, "I4: {id:?} is computed but holds no table"),
@@ -84,7 +84,7 @@ impl Scheduler {
             return blocks::to_be_shared(&self.cache, sequence, u32::MAX);
         }
         let end = cut.map_or(u32::MAX, |len| len - 1);
-        let held = blocks::held_within(&self.cache, sequence, end) as usize;
-        &blocks::of(&self.cache, sequence)[..held]
+        let held = blocks::held_within(&self.cache, sequence.table(), end) as usize;
+        &blocks::of(&self.cache, sequence.table())[..held]
     }
 }

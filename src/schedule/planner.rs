@@ -12,7 +12,7 @@ use crate::schedule::blocks;
 use crate::schedule::budget::{Budget, Kind, Turn, prompt_limit, share_rows, wanted};
 use crate::schedule::request::{Schedule, SchedulerConfig, WaitReason};
 use crate::schedule::scheduler::{Index, Scheduler};
-use crate::schedule::sequence::{Place, State, Wants};
+use crate::schedule::sequence::{Place, Sequence, State, Wants};
 use crate::schedule::step_builder::{begin_plan, finish_plan, push_rows};
 use crate::schedule::step_plan::StepPlan;
 
@@ -127,7 +127,7 @@ impl Scheduler {
     /// line again.
     fn undo_swaps(&mut self) {
         self.sequences.lose(&self.cache);
-        let out = |&index: &Index| blocks::returning(&self.cache, &self.sequences[index]) > 0;
+        let out = |&index: &Index| blocks::returning(&self.cache, self.sequences[index].table()) > 0;
         let back: Vec<Index> = self.sequences.running().iter().copied().filter(out).collect();
         for index in back {
             self.events.take_back_admission(self.sequences[index].id());
@@ -137,7 +137,7 @@ impl Scheduler {
 
     /// Carries out what was asked of a sequence while its step was outstanding, its results apart.
     pub(super) fn settle(&mut self, index: Index) {
-        if self.sequences.get(index).is_none() {
+        if !self.sequences.get(index).is_some_and(Sequence::is_asked) {
             return;
         }
         let all_told = self.drop_aborted_samples(index);
@@ -154,6 +154,10 @@ impl Scheduler {
     /// Plans rows for sequences that run.
     fn plan_running(&mut self, plan: &mut StepPlan, budget: &mut Budget) {
         let mut turns = self.take_turns();
+        if turns.is_empty() {
+            self.turns = turns;
+            return;
+        }
         let (mut set_aside, least) = wanted(&turns);
         // A prompt that is being read needs a row, too.
         let takes_turns = !budget.covers(set_aside.plus(least));
@@ -209,7 +213,7 @@ impl Scheduler {
         if self.yields(index) {
             return self.evict(index, None);
         }
-        let needed = blocks::for_rows(&self.cache, &self.sequences[index], 1);
+        let needed = blocks::for_rows(&self.cache, self.sequences[index].table(), 1);
         let available = self.available_to(index);
         self.sequences.note_lacking(index, Some(Lacking::Blocks { needed, available }));
     }
@@ -233,7 +237,9 @@ impl Scheduler {
             if plan.num_rows() > 0 && (budget.rows == 0 || budget.work == 0) {
                 return None;
             }
-            let index = match self.admit_next(only_first) {
+            let admitted = self.admit_next(only_first);
+            self.matched.forget();
+            let index = match admitted {
                 Ok(index) => index,
                 Err(lacking) => {
                     self.closed_at = self.door();
@@ -262,19 +268,19 @@ impl Scheduler {
             used = Budget::of(wants.computed, 1);
         }
         self.cache.set_reserved(self.ledger.reserved_beside(index, &self.sequences, &self.cache));
-        let Some(mut growth) = blocks::growth(&self.cache, &self.sequences[index], used.rows) else {
-            return Planned::NoRoom;
-        };
-        if self.missing_to(index, growth.needed()) > 0 {
+        let Some(table) = self.sequences[index].table() else { return Planned::NoRoom };
+        let mut growth = self.cache.growth(table, used.rows);
+        if growth.is_ok_and(|growth| self.missing_to(index, growth.needed()) > 0) {
             let rows = self.room_for(index, used.rows);
-            match blocks::growth(&self.cache, &self.sequences[index], rows).filter(|_| rows > 0) {
-                Some(smaller) => (growth, used) = (smaller, Budget::of(wants.computed, rows)),
-                None => return Planned::NoRoom,
+            if rows == 0 {
+                return Planned::NoRoom;
             }
+            (growth, used) = (self.cache.growth(table, rows), Budget::of(wants.computed, rows));
         }
         let sequence = &self.sequences[index];
         let (tokens, drafts) = sequence.row_tokens(used.rows);
-        let Ok(first_row) = push_rows(&mut self.cache, plan, growth, tokens, drafts) else {
+        let first_row = growth.and_then(|growth| push_rows(&mut self.cache, plan, growth, tokens, drafts));
+        let Ok(first_row) = first_row else {
             debug_assert!(false, "blocks were counted before they were taken");
             return Planned::NoRoom;
         };
@@ -293,8 +299,9 @@ impl Scheduler {
     fn room_for(&mut self, index: Index, rows: u32) -> u32 {
         let fit = blocks::rows_within(&self.cache, &self.sequences[index], rows, self.available_to(index));
         let mut wanted = rows;
+        let table = self.sequences[index].table();
         while wanted > fit {
-            if self.make_room(index, blocks::for_rows(&self.cache, &self.sequences[index], wanted), false) {
+            if self.make_room(index, blocks::for_rows(&self.cache, table, wanted), false) {
                 return wanted;
             }
             wanted /= 2;
@@ -305,9 +312,7 @@ impl Scheduler {
         let block_size = self.cache.config().block_size();
         [rows.min(block_size), 1]
             .into_iter()
-            .find(|&rows| {
-                self.make_room(index, blocks::for_rows(&self.cache, &self.sequences[index], rows), true)
-            })
+            .find(|&rows| self.make_room(index, blocks::for_rows(&self.cache, table, rows), true))
             .unwrap_or(0)
     }
 }

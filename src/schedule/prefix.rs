@@ -3,9 +3,9 @@
 //! A sequence's full blocks are registered when a step of it commits with a valid result: that confirms all its tokens so
 //! far. So what an invalid or aborted sequence computed, and nobody has confirmed, is never found by others (I6).
 
-use crate::cache::{MissReason, PrefixMatch};
+use crate::cache::{Keep, MissReason, PrefixMatch};
 use crate::ids::TableId;
-use crate::schedule::request::{DuplicatePrompts, PrefixReport, StepEvent};
+use crate::schedule::request::{DuplicatePrompts, PrefixReport};
 use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::{Sequences, keep_of};
 
@@ -43,11 +43,8 @@ impl Matched {
 impl Scheduler {
     /// Looks a sequence without a table up in the prefix cache. Changes nothing else.
     pub(super) fn match_prefix(&mut self, index: Index) {
-        let sequence = &self.sequences[index];
-        if sequence.table().is_some() || sequence.fork().is_some() {
-            self.matched.found.clear();
-            self.matched.index = None;
-            return;
+        if self.sequences[index].has_blocks() {
+            return self.matched.forget();
         }
         self.matched.index = Some(index);
         self.look_up(index);
@@ -60,17 +57,18 @@ impl Scheduler {
     }
 
     fn look_up(&mut self, index: Index) {
-        let len = self.sequences[index].tokens().len();
-        let sequence = self.sequences.extend_hashes(index, len, &self.cache);
-        let (namespace, found) = (&sequence.terms.namespace, &mut self.matched.found);
-        self.cache.find_match(namespace, sequence.tokens(), sequence.hashes(), found);
+        let sequence = self.sequences.extend_hashes(index, usize::MAX, &self.cache);
+        sequence.find_prefix(&self.cache, &mut self.matched.found);
     }
 
     /// The running sequence that is computing what `index` would compute next, and will be done with it sooner.
     pub(super) fn computes_prompt_of(&self, index: Index) -> Option<Index> {
         let waits =
             self.config.prefix_cache.is_some_and(|config| config.duplicates == DuplicatePrompts::Wait);
-        let found = self.matched.found_for(index).filter(|_| waits)?;
+        if !waits || self.sequences.running().is_empty() {
+            return None;
+        }
+        let found = self.matched.found_for(index)?;
         let sequence = &self.sequences[index];
         let next = found.blocks.len();
         let hash = sequence.hashes().get(next)?;
@@ -129,14 +127,9 @@ impl Scheduler {
         }
     }
 
-    pub(super) fn tell_admitted(&mut self, index: Index) {
-        let sequence = &self.sequences[index];
-        self.events.push(StepEvent::Admitted { sequence: sequence.id(), prefix: sequence.prefix });
-    }
-
-    /// Lets others find a sequence's full blocks, as far as they are confirmed.
+    /// Lets others find a sequence's full blocks, as far as they are confirmed: all that it has computed.
     pub(super) fn register_blocks(&mut self, index: Index) {
-        let sequence = &self.sequences[index];
+        let sequence = self.sequences.confirm(index);
         let Some(table) = sequence.table() else { return };
         let block_size = self.cache.config().block_size();
         let full = sequence.confirmed() / block_size;
@@ -147,7 +140,10 @@ impl Scheduler {
         let len = (full * block_size) as usize;
         let sequence = self.sequences.extend_hashes(index, len, &self.cache);
         let (terms, tokens) = (&sequence.terms, &sequence.tokens()[..len]);
-        let keep = |entry| keep_of(&terms.retain, entry, block_size);
+        let keep = |entry| match &*terms.retain {
+            [] => Keep::default(),
+            ranges => keep_of(ranges, entry, block_size),
+        };
         self.cache.register(table, &terms.namespace, tokens, sequence.hashes(), keep);
         if (registered + 1) * block_size <= terms.input_len
             && self.cache.registered_blocks(table) > registered

@@ -47,8 +47,9 @@ impl Scheduler {
     }
 
     fn take_from(&mut self, victims: &[Index], index: Index, needed: u32, resort: Resort) -> bool {
-        let shares_tail =
-            |scheduler: &Self| blocks::shared_tail(&scheduler.cache, &scheduler.sequences[index]).is_some();
+        let shares_tail = |scheduler: &Self| {
+            blocks::shared_tail(&scheduler.cache, scheduler.sequences[index].table()).is_some()
+        };
         let shared = shares_tail(self);
         // When nobody else holds its last block any more, it is not copied.
         let missing = |scheduler: &Self| {
@@ -97,7 +98,7 @@ impl Scheduler {
             index,
             place: sequence.place(),
             priority: sequence.priority(),
-            tail: blocks::shared_tail(&self.cache, sequence)
+            tail: blocks::shared_tail(&self.cache, sequence.table())
                 .filter(|&block| !self.cache.is_copy_source(block)),
             found: found.map_or(&[], |found| &found.blocks),
             partial: found.and_then(|found| found.partial).map(|(block, _)| block),
@@ -123,7 +124,7 @@ impl Scheduler {
     /// Takes idle sequences' tables, `parent`'s apart, until all that `index` and its samples need can be opened. All or
     /// nothing; returns whether they can.
     pub(super) fn ensure_tables(&mut self, index: Index, parent: Option<Index>) -> bool {
-        let missing = self.tables_missing_to(index);
+        let missing = self.sequences.tables_wanted(index).saturating_sub(self.cache.free_tables());
         if missing == 0 {
             return true;
         }
@@ -135,16 +136,6 @@ impl Scheduler {
         true
     }
 
-    /// Tables that must become free before `index` and its samples can open theirs, beside those set aside: for samples
-    /// that have not parted, and for branches that share when the outstanding step has ended.
-    fn tables_missing_to(&self, index: Index) -> u32 {
-        let sequence = &self.sequences[index];
-        let set_aside = sequence.counted().map_or(0, |counted| counted.tables);
-        let others = self.sequences.sums().tables - set_aside;
-        let own = u32::from(sequence.table().is_some());
-        (sequence.width() + others).saturating_sub(self.cache.free_tables() + own)
-    }
-
     /// Blocks that protected sequences may still need and nobody else may take.
     pub(super) fn reserved_blocks(&self) -> u32 {
         self.ledger.reserved(&self.sequences, &self.cache)
@@ -152,7 +143,7 @@ impl Scheduler {
 
     /// Free blocks that `index` may take.
     pub(super) fn available_to(&self, index: Index) -> u32 {
-        let reserved = self.ledger.reserved_against(&self.sequences[index], &self.sequences, &self.cache);
+        let reserved = self.ledger.reserved_against(index, &self.sequences, &self.cache);
         self.cache.free_blocks().saturating_sub(reserved)
     }
 
@@ -161,7 +152,7 @@ impl Scheduler {
         if needed == 0 {
             return 0;
         }
-        let reserved = self.ledger.reserved_against(&self.sequences[index], &self.sequences, &self.cache);
+        let reserved = self.ledger.reserved_against(index, &self.sequences, &self.cache);
         needed.saturating_add(reserved).saturating_sub(self.cache.free_blocks())
     }
 
@@ -185,7 +176,7 @@ impl Holders<'_> {
             place: sequence.place(),
             priority: sequence.priority(),
             tables: sequence.width(),
-            blocks: blocks::of(self.cache, sequence),
+            blocks: blocks::of(self.cache, sequence.table()),
             is_promised: sequence.is_promised(),
             is_spared: sequence.is_planned() || sequence.is_protected(),
         })

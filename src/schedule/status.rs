@@ -42,8 +42,8 @@ impl Scheduler {
             state: sequence.state(),
             tokens: sequence.tokens_left().len() as u32,
             computed_tokens: sequence.computed(),
-            blocks: blocks::of(&self.cache, sequence),
-            host_blocks: blocks::returning(&self.cache, sequence),
+            blocks: blocks::of(&self.cache, sequence.table()),
+            host_blocks: blocks::returning(&self.cache, sequence.table()),
             preemptions: sequence.preemptions,
             waits_for: match (sequence.lacking, sequence.state()) {
                 (Some(lacking), _) => Some(self.wait_reason(lacking)),
