@@ -8,11 +8,11 @@
 //! one and only so many: it waits for their end at most, and for nothing that comes later.
 
 use crate::error::RequestError;
+use crate::ids::TableId;
 use crate::schedule::blocks;
-use crate::schedule::request::Admission;
+use crate::schedule::request::{Admission, StepEvent};
 use crate::schedule::residency::MAX_STEPS_IN_TRANSFER;
 use crate::schedule::scheduler::{Index, Scheduler};
-use crate::schedule::sequence::Sequence;
 
 /// Most sequences at the head of the line that a step has stand behind others: to look at one takes as long as its prompt.
 const MOST_SENT_BEHIND: usize = 64;
@@ -41,12 +41,6 @@ impl Scheduler {
     /// Lets in the first in line, or a sequence that may go instead; with `only_first`, none that merely fits. Returns
     /// which, or what the first one lacks.
     pub(super) fn admit_next(&mut self, only_first: bool) -> Result<Index, Lacking> {
-        let admitted = self.admit_first(only_first);
-        self.matched.forget();
-        admitted
-    }
-
-    fn admit_first(&mut self, only_first: bool) -> Result<Index, Lacking> {
         let mut lacking = Lacking::Table;
         let mut first = None;
         for _ in 0..MOST_SENT_BEHIND {
@@ -107,7 +101,9 @@ impl Scheduler {
     /// Lets a sequence in, or notes what it lacks.
     fn ask(&mut self, index: Index) -> Result<(), Lacking> {
         let asked = self.try_admit(index);
-        self.sequences.note_lacking(index, asked.err());
+        if let Err(lacking) = asked {
+            self.sequences.note_lacking(index, Some(lacking));
+        }
         if let Err(Lacking::Prompt(other)) = asked {
             self.sequences.stand_behind(index, other);
         }
@@ -119,14 +115,10 @@ impl Scheduler {
         if self.sequences.sums().running + sequence.width() > self.max_running() {
             return Err(Lacking::Table);
         }
-        let table = sequence.table();
-        let returns = table.is_some_and(|table| self.cache.host_blocks_of(table).unwrap_or(0) > 0);
-        let busy = returns && self.cache.num_transfers() >= MAX_STEPS_IN_TRANSFER;
-        if busy || table.is_some_and(|table| !self.cache.can_return(table)) {
-            return Err(Lacking::Transfers);
-        }
-        self.reconsider_return(index);
-        let table = self.sequences[index].table();
+        let table = match sequence.table() {
+            Some(table) => self.check_return(index, table)?,
+            None => None,
+        };
         self.match_prefix(index);
         let evictions = self.cache.num_evictions();
         if let Some(other) = self.computes_prompt_of(index) {
@@ -140,23 +132,41 @@ impl Scheduler {
             // What made room may have been among what was found. It is free now, so the sum is the same.
             self.match_prefix(index);
         }
-        if table.is_none() {
-            let max_tokens = self.sequences[index].terms.max_tokens;
-            let table = self.cache.create(max_tokens).map_err(|_| Lacking::Table)?;
-            self.set_table(index, table);
-            self.adopt_prefix(index, table);
-            self.note_tail(index);
-        }
-        if let Some(table) = table.filter(|&table| self.cache.host_blocks_of(table).unwrap_or(0) > 0) {
-            self.cache.swap_in(table).map_err(|_| Lacking::Transfers)?;
-            self.stats.swaps_in += 1;
+        match table {
+            None => self.open_table(index)?,
+            Some(table) if blocks::returning(&self.cache, Some(table)) > 0 => {
+                self.cache.swap_in(table).map_err(|_| Lacking::Transfers)?;
+                self.stats.swaps_in += 1;
+            }
+            Some(_) => {}
         }
         self.sequences.let_in(index, &self.cache);
         let sequence = &self.sequences[index];
         if let Some(table) = sequence.table() {
             self.cache.expect_hits_at(table, sequence.terms.input_len);
         }
-        self.tell_admitted(index);
+        self.events.push(StepEvent::Admitted { sequence: sequence.id(), prefix: sequence.prefix });
+        Ok(())
+    }
+
+    /// Whether the table of a sequence in line, which may be in the host pool, can come back. Returns none where the
+    /// sequence is better computed again, and has given it up.
+    fn check_return(&mut self, index: Index, table: TableId) -> Result<Option<TableId>, Lacking> {
+        let returning = blocks::returning(&self.cache, Some(table));
+        let busy = returning > 0 && self.cache.num_transfers() >= MAX_STEPS_IN_TRANSFER;
+        if busy || !self.cache.can_return(table) {
+            return Err(Lacking::Transfers);
+        }
+        self.reconsider_return(index, returning);
+        Ok(self.sequences[index].table())
+    }
+
+    /// Opens a table that begins with what the prefix cache has.
+    fn open_table(&mut self, index: Index) -> Result<(), Lacking> {
+        let table = self.cache.create(self.sequences[index].terms.max_tokens).map_err(|_| Lacking::Table)?;
+        self.set_table(index, table);
+        self.adopt_prefix(index, table);
+        self.note_tail(index);
         Ok(())
     }
 
@@ -165,7 +175,7 @@ impl Scheduler {
             self.promise(index)?;
         }
         // Idle content gives way to blocks that come back.
-        let returning = blocks::returning(&self.cache, &self.sequences[index]);
+        let returning = blocks::returning(&self.cache, self.sequences[index].table());
         let may_return = returning == 0 || self.make_room(index, returning, false);
         if self.ensure_tables(index, None) && may_return { Ok(()) } else { Err(Lacking::Table) }
     }
@@ -232,27 +242,16 @@ impl Scheduler {
     pub(super) fn blocks_to_enter(&self, index: Index) -> u32 {
         let Admission::Overcommitted { watermark_blocks } = self.config.admission else { return 0 };
         let sequence = &self.sequences[index];
-        let copies = blocks::shared_tails(&self.cache, sequence).count() as u32;
+        let table = sequence.table();
+        let copies = blocks::shared_tails(&self.cache, table).count() as u32;
         let target = if self.is_at_bound(index) { sequence.terms.max_tokens } else { sequence.len() };
         let found = self.matched.found_for(index);
         let taken = found.map_or(0, |found| self.cache.blocks_taken_by(found));
         // A block that matches in part is taken, and copied.
         let adopted = found.map_or(0, |found| found.num_full_blocks());
-        let own = self.cache.blocks_beyond(sequence.table(), target, adopted);
-        // Prompts that are being read still need blocks that they were let in for. Those of lower classes step back.
-        let (priority, place) = (sequence.priority(), sequence.place());
-        let owed_by = |sequence: &Sequence| sequence.counted().map_or(0, |counted| counted.owed);
-        let back: u32 = match self.sequences.running_below(priority) {
-            0 => 0,
-            _ => {
-                let running = self.sequences.running().iter().map(|&other| &self.sequences[other]);
-                running
-                    .filter(|other| other.priority() > priority && other.place() > place)
-                    .map(owed_by)
-                    .sum()
-            }
-        };
-        let owed = self.sequences.sums().owed - owed_by(sequence) - back;
+        let own = self.cache.blocks_beyond(table, target, adopted);
+        // Prompts that are being read still need blocks that they were let in for.
+        let owed = self.sequences.owed_beside(index);
         let watermark = if self.sequences.running().is_empty() { 0 } else { watermark_blocks };
         (own + taken + copies).saturating_add(owed).saturating_add(watermark)
     }
@@ -260,6 +259,6 @@ impl Scheduler {
     /// Whether a sequence may not be preempted any more (I9).
     pub(super) fn is_at_bound(&self, index: Index) -> bool {
         let bound = if fault!(PreemptedWithoutBound) { u32::MAX } else { self.config.max_preemptions };
-        self.is_overcommitted() && self.sequences[index].preemptions >= bound
+        self.config.admission != Admission::Guaranteed && self.sequences[index].preemptions >= bound
     }
 }

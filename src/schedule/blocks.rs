@@ -3,48 +3,52 @@
 //! Pure questions to a cache about one sequence. Nothing here knows of others, of promises or of policy.
 
 use crate::cache::{Growth, KvCache};
-use crate::ids::BlockId;
+use crate::ids::{BlockId, TableId};
 use crate::schedule::sequence::Sequence;
 
+// What a table holds: nothing, if there is no table.
+
 /// The blocks of a sequence in the pool.
-pub(super) fn of(cache: &KvCache, sequence: &Sequence) -> impl Iterator<Item = BlockId> {
-    sequence.table().into_iter().flat_map(|table| cache.blocks_of(table))
+pub(super) fn of(cache: &KvCache, table: Option<TableId>) -> impl Iterator<Item = BlockId> {
+    table.into_iter().flat_map(|table| cache.blocks_of(table))
 }
 
 /// How many blocks of the pool a sequence has.
-pub(super) fn held(cache: &KvCache, sequence: &Sequence) -> u32 {
-    sequence.table().map_or(0, |table| cache.num_held(table))
+pub(super) fn held(cache: &KvCache, table: Option<TableId>) -> u32 {
+    table.map_or(0, |table| cache.num_held(table))
 }
 
 /// Blocks that last, and that its first `end` tokens do not need.
 pub(super) fn lasting_beyond(
     cache: &KvCache,
-    sequence: &Sequence,
+    table: Option<TableId>,
     end: u32,
 ) -> impl Iterator<Item = BlockId> {
-    sequence.table().into_iter().flat_map(move |table| cache.lasting_beyond(table, end))
+    table.into_iter().flat_map(move |table| cache.lasting_beyond(table, end))
 }
 
 /// Blocks of a sequence in the host pool.
-pub(super) fn returning(cache: &KvCache, sequence: &Sequence) -> u32 {
-    sequence.table().map_or(0, |table| cache.host_blocks_of(table).unwrap_or(0))
+pub(super) fn returning(cache: &KvCache, table: Option<TableId>) -> u32 {
+    table.map_or(0, |table| cache.host_blocks_of(table).unwrap_or(0))
 }
 
 /// The partly filled last blocks of a sequence that others hold too: they are copied before the next token is written.
-pub(super) fn shared_tails(cache: &KvCache, sequence: &Sequence) -> impl Iterator<Item = BlockId> {
-    sequence.table().into_iter().flat_map(|table| cache.shared_tail_blocks(table))
+pub(super) fn shared_tails(cache: &KvCache, table: Option<TableId>) -> impl Iterator<Item = BlockId> {
+    table.into_iter().flat_map(|table| cache.shared_tail_blocks(table))
 }
+
+/// Whether a sequence's next token goes into a block that holds others already, and that is in other tables or may come to
+/// be in them.
+pub(super) fn has_open_tail(cache: &KvCache, table: Option<TableId>) -> bool {
+    table.is_some_and(|table| cache.has_open_tail(table))
+}
+
+// What a sequence will hold.
 
 /// Blocks that last and that a sequence's next token goes into, if they are partly filled when at most `end` tokens are left.
 pub(super) fn tails_within(cache: &KvCache, sequence: &Sequence, end: u32) -> impl Iterator<Item = BlockId> {
     let table = sequence.table().filter(|_| sequence.fork().is_none());
     table.into_iter().flat_map(move |table| cache.lasting_tails(table, end))
-}
-
-/// Whether a sequence's next token goes into a block that holds others already, and that is in other tables or may come to
-/// be in them.
-pub(super) fn has_open_tail(cache: &KvCache, sequence: &Sequence) -> bool {
-    sequence.table().is_some_and(|table| cache.has_open_tail(table))
 }
 
 /// The full blocks of its parent that last, and that a branch shares when the outstanding step ends, of `end` tokens at most.
@@ -83,11 +87,11 @@ pub(super) fn at_most(cache: &KvCache, sequence: &Sequence, cut: Option<u32>) ->
 /// Blocks that a sequence and all its samples may still need.
 pub(super) fn whole_need(cache: &KvCache, sequence: &Sequence) -> u32 {
     let most = u32::try_from(at_most(cache, sequence, None)).unwrap_or(u32::MAX);
-    most.saturating_sub(held(cache, sequence))
+    most.saturating_sub(held(cache, sequence.table()))
 }
 
 /// Tokens that stay where others hold them when `moved` blocks of a sequence leave: about as many, where there are several
 /// stacks.
 pub(super) fn tokens_staying(cache: &KvCache, sequence: &Sequence, moved: u32) -> u32 {
-    (held(cache, sequence) - moved) * cache.config().block_size() / cache.num_stacks()
+    (held(cache, sequence.table()) - moved) * cache.config().block_size() / cache.num_stacks()
 }

@@ -8,6 +8,7 @@ use crate::ids::TokenId;
 use crate::schedule::blocks;
 use crate::schedule::request::{FinishReason, RowResult, StepEvent};
 use crate::schedule::scheduler::{Index, Scheduler};
+use crate::schedule::sequence::Counts;
 use crate::schedule::step_plan::{LogitRow, StepPlan};
 
 impl Scheduler {
@@ -28,13 +29,14 @@ impl Scheduler {
         let mut first = 0;
         let planned = std::mem::take(&mut self.planned);
         for &index in &planned {
-            let end = first + self.sequences[index].planned().1 as usize;
+            let counts = self.sequences.count_in(index);
+            let end = first + counts.logits;
             let answers = Answers {
                 tokens: &plan.token_ids,
                 rows: &plan.logit_rows[first..end],
                 results: &results[first..end],
             };
-            self.commit_sequence(index, answers);
+            self.commit_sequence(index, counts, answers);
             first = end;
         }
         self.planned = planned;
@@ -48,8 +50,7 @@ impl Scheduler {
         Ok(self.events.tell())
     }
 
-    fn commit_sequence(&mut self, index: Index, answers: Answers<'_>) {
-        let counts = self.sequences.count_in(index);
+    fn commit_sequence(&mut self, index: Index, counts: Counts, answers: Answers<'_>) {
         self.stats.recomputed_tokens += u64::from(counts.again);
         self.stats.prompt_tokens += u64::from(counts.input);
         let sequence = &self.sequences[index];
@@ -57,14 +58,13 @@ impl Scheduler {
             self.finish(index, FinishReason::Aborted);
             return;
         }
-        let (has_parted, wants_none) = (sequence.samples().is_empty(), !sequence.wants_token());
+        let has_parted = sequence.samples().is_empty();
         // One valid result confirms all that was computed before it, and a sequence that asks for none says so itself.
         let valid = |result: &RowResult| *result != RowResult::Invalid;
         if answers.results.iter().any(valid)
             || fault!(InvalidRemembered)
-            || (wants_none && sequence.uncomputed() == 0)
+            || (!sequence.wants_token() && sequence.uncomputed() == 0)
         {
-            self.sequences.confirm(index);
             self.register_blocks(index);
         }
         let finished = if has_parted {
@@ -110,10 +110,6 @@ impl Scheduler {
             RowResult::Accepted { rows, next } => (rows, next),
             RowResult::Invalid => return Some(FinishReason::Invalid),
         };
-        if self.sequences[index].cut().is_some() {
-            // What it answers lies behind the cut.
-            return None;
-        }
         let drafts = answers.rows[place].row as usize + 1;
         for &draft in &answers.tokens[drafts..drafts + accepted as usize] {
             // The draft's row is in the cache already.
@@ -124,9 +120,10 @@ impl Scheduler {
         self.push_token(index, next, false)
     }
 
+    /// Appends a token, unless what the step answers lies behind a cut.
     fn push_token(&mut self, index: Index, token: TokenId, draft: bool) -> Option<FinishReason> {
-        let reason = self.sequences.push(index, token, draft);
-        self.events.push(StepEvent::Token { sequence: self.sequences[index].id(), token });
+        let (sequence, reason) = self.sequences.push(index, token, draft)?;
+        self.events.push(StepEvent::Token { sequence, token });
         self.stats.generated_tokens += 1;
         reason
     }
@@ -177,6 +174,7 @@ impl Scheduler {
         if let Some(Ok(table)) = parent_table.map(|table| self.cache.fork(table, computed, max_tokens)) {
             self.set_table(other, table);
             self.sequences.share_all(other, computed);
+            self.note_tail(other);
         }
         let sequence = &self.sequences[other];
         if self.is_at_bound(other) && sequence.wants_token() {

@@ -43,7 +43,7 @@ impl Scheduler {
         match sequence.table() {
             Some(table) => {
                 let len = self.cache.len(table).expect("a record's table is live");
-                assert_eq!(len, computed + sequence.planned().0, "I4: {id:?} and its table disagree");
+                assert_eq!(len, computed + sequence.planned_rows(), "I4: {id:?} and its table disagree");
                 assert!(sequence.confirmed() <= computed, "I6: {id:?} has more confirmed than it has");
             }
             None => assert_eq!(computed, 0, "I4: {id:?} is computed but holds no table"),
@@ -88,8 +88,8 @@ impl Scheduler {
         if sequence.fork().is_some() {
             return blocks::to_be_shared(&self.cache, sequence, u32::MAX).collect();
         }
-        let beyond: Vec<BlockId> = blocks::lasting_beyond(&self.cache, sequence, end).collect();
-        let all = blocks::lasting_beyond(&self.cache, sequence, 0);
+        let beyond: Vec<BlockId> = blocks::lasting_beyond(&self.cache, sequence.table(), end).collect();
+        let all = blocks::lasting_beyond(&self.cache, sequence.table(), 0);
         all.filter(|block| !beyond.contains(block)).collect()
     }
 }

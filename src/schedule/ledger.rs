@@ -9,7 +9,7 @@
 use crate::cache::KvCache;
 use crate::schedule::blocks;
 use crate::schedule::scheduler::Index;
-use crate::schedule::sequence::{Sequence, Sequences};
+use crate::schedule::sequence::Sequences;
 use std::collections::BTreeSet;
 
 #[derive(Debug, Default)]
@@ -88,14 +88,12 @@ impl Ledger {
         protected.map(|sequence| blocks::still_needed(cache, sequence)).sum()
     }
 
-    /// Those of them that `sequence` must leave alone: none, if it is protected itself.
-    pub(super) fn reserved_against(
-        &self,
-        sequence: &Sequence,
-        sequences: &Sequences,
-        cache: &KvCache,
-    ) -> u32 {
-        if sequence.is_protected() { 0 } else { self.reserved(sequences, cache) }
+    /// Those of them that `index` must leave alone: none, if it is protected itself.
+    pub(super) fn reserved_against(&self, index: Index, sequences: &Sequences, cache: &KvCache) -> u32 {
+        if self.num_protected == 0 || sequences[index].is_protected() {
+            return 0;
+        }
+        self.reserved(sequences, cache)
     }
 
     /// Those of them that are not for `index`.

@@ -128,7 +128,7 @@ impl Scheduler {
     /// line again.
     fn undo_swaps(&mut self) {
         self.sequences.lose(&self.cache);
-        let out = |&index: &Index| blocks::returning(&self.cache, &self.sequences[index]) > 0;
+        let out = |&index: &Index| blocks::returning(&self.cache, self.sequences[index].table()) > 0;
         let back: Vec<Index> = self.sequences.running().iter().copied().filter(out).collect();
         for index in back {
             self.events.take_back_admission(self.sequences[index].id());
@@ -138,7 +138,7 @@ impl Scheduler {
 
     /// Carries out what was asked of a sequence while its step was outstanding, its results apart.
     pub(super) fn settle(&mut self, index: Index) {
-        if self.sequences.get(index).is_none() {
+        if !self.sequences.get(index).is_some_and(Sequence::is_asked) {
             return;
         }
         let all_told = self.drop_aborted_samples(index);
@@ -155,6 +155,10 @@ impl Scheduler {
     /// Plans rows for sequences that run.
     fn plan_running(&mut self, plan: &mut StepPlan, budget: &mut Budget) {
         let mut turns = self.take_turns();
+        if turns.is_empty() {
+            self.turns = turns;
+            return;
+        }
         let (mut set_aside, least) = wanted(&turns);
         // A prompt that is being read needs a row, too.
         let takes_turns = !budget.covers(set_aside.plus(least));
@@ -234,7 +238,9 @@ impl Scheduler {
             if plan.num_rows() > 0 && (budget.rows == 0 || budget.work == 0) {
                 return None;
             }
-            let index = match self.admit_next(only_first) {
+            let admitted = self.admit_next(only_first);
+            self.matched.forget();
+            let index = match admitted {
                 Ok(index) => index,
                 Err(lacking) => {
                     self.closed_at = self.door();

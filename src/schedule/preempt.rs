@@ -80,8 +80,8 @@ impl Scheduler {
     pub(super) fn evict_rest(&mut self, index: Index, requester: Index) {
         let spared = self.sequences[requester].table();
         let sequence = &self.sequences[index];
-        let is_out = blocks::returning(&self.cache, sequence) > 0;
-        match sequence.table().filter(|_| is_out) {
+        let table = sequence.table();
+        match table.filter(|_| blocks::returning(&self.cache, table) > 0) {
             Some(table) if self.cache.swap_out(table, spared).is_ok() => {}
             _ => self.restart(index),
         }
@@ -122,10 +122,9 @@ impl Scheduler {
         }
     }
 
-    /// Gives up a sequence's blocks in the host pool if, as the machine and the prefix cache are now, its tokens are
+    /// Gives up a sequence's `blocks` blocks in the host pool if, as the machine and the prefix cache are now, its tokens are
     /// better computed again.
-    pub(super) fn reconsider_return(&mut self, index: Index) {
-        let blocks = blocks::returning(&self.cache, &self.sequences[index]);
+    pub(super) fn reconsider_return(&mut self, index: Index, blocks: u32) {
         if blocks == 0 || !self.residency.reconsiders() {
             return;
         }
@@ -142,7 +141,7 @@ impl Scheduler {
 
     /// Idle sequences give up their blocks in the host pool, least recently finished first, if that makes room.
     fn make_host_room(&mut self, needed: u32, victim: Index) {
-        let on_host = |other: Index| blocks::returning(&self.cache, &self.sequences[other]);
+        let on_host = |other: Index| blocks::returning(&self.cache, self.sequences[other].table());
         let idle = self.sequences.kept().filter(|&other| other != victim && on_host(other) > 0);
         let candidates: Vec<Index> = idle.collect();
         let most: u32 = candidates.iter().map(|&other| on_host(other)).sum();
@@ -162,6 +161,9 @@ impl Scheduler {
     /// Returns whether it did: then this step lets in nobody else (I9).
     pub(super) fn displace(&mut self) -> bool {
         let Some(first) = self.sequences.line().first() else { return false };
+        if self.sequences.running().is_empty() {
+            return false;
+        }
         let sequence = &self.sequences[first];
         let (priority, place, width) = (sequence.priority(), sequence.place(), sequence.width());
         if !self.is_overcommitted() || self.sequences.running_below(priority) == 0 {

@@ -5,7 +5,7 @@
 
 use crate::cache::{MissReason, PrefixMatch};
 use crate::ids::TableId;
-use crate::schedule::request::{DuplicatePrompts, PrefixReport, StepEvent};
+use crate::schedule::request::{DuplicatePrompts, PrefixReport};
 use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::Sequences;
 
@@ -43,11 +43,8 @@ impl Matched {
 impl Scheduler {
     /// Looks a sequence without a table up in the prefix cache. Changes nothing else.
     pub(super) fn match_prefix(&mut self, index: Index) {
-        let sequence = &self.sequences[index];
-        if sequence.table().is_some() || sequence.fork().is_some() {
-            self.matched.found.clear();
-            self.matched.index = None;
-            return;
+        if self.sequences[index].has_blocks() {
+            return self.matched.forget();
         }
         self.matched.index = Some(index);
         self.look_up(index);
@@ -60,17 +57,18 @@ impl Scheduler {
     }
 
     fn look_up(&mut self, index: Index) {
-        let len = self.sequences[index].tokens().len();
-        let sequence = self.sequences.extend_hashes(index, len, &self.cache);
-        let (namespace, found) = (&sequence.terms.namespace, &mut self.matched.found);
-        self.cache.find_match(namespace, sequence.tokens(), sequence.hashes(), found);
+        let sequence = self.sequences.extend_hashes(index, usize::MAX, &self.cache);
+        sequence.find_prefix(&self.cache, &mut self.matched.found);
     }
 
     /// The running sequence that is computing what `index` would compute next, and will be done with it sooner.
     pub(super) fn computes_prompt_of(&self, index: Index) -> Option<Index> {
         let waits =
             self.config.prefix_cache.is_some_and(|config| config.duplicates == DuplicatePrompts::Wait);
-        let found = self.matched.found_for(index).filter(|_| waits)?;
+        if !waits || self.sequences.running().is_empty() {
+            return None;
+        }
+        let found = self.matched.found_for(index)?;
         let sequence = &self.sequences[index];
         let next = found.num_nodes() as usize;
         let hash = sequence.hashes().get(next)?;
@@ -128,14 +126,9 @@ impl Scheduler {
         }
     }
 
-    pub(super) fn tell_admitted(&mut self, index: Index) {
-        let sequence = &self.sequences[index];
-        self.events.push(StepEvent::Admitted { sequence: sequence.id(), prefix: sequence.prefix });
-    }
-
-    /// Lets others find a sequence's full blocks, as far as they are confirmed.
+    /// Lets others find a sequence's full blocks, as far as they are confirmed: all that it has computed.
     pub(super) fn register_blocks(&mut self, index: Index) {
-        let sequence = &self.sequences[index];
+        let sequence = self.sequences.confirm(index);
         let Some(table) = sequence.table() else { return };
         let block_size = self.cache.node_tokens();
         let full = sequence.confirmed() / block_size;

@@ -58,7 +58,7 @@ impl Scheduler {
     /// Takes note if the last block of a promised sequence is, or may come to be, others' as well.
     pub(super) fn note_tail(&mut self, index: Index) {
         let sequence = &self.sequences[index];
-        if sequence.is_promised() && blocks::has_open_tail(&self.cache, sequence) {
+        if sequence.is_promised() && blocks::has_open_tail(&self.cache, sequence.table()) {
             self.ledger.note_shared_tail(index);
         }
     }
@@ -67,7 +67,7 @@ impl Scheduler {
     pub(super) fn forget_own_tails(&mut self) {
         let Self { ledger, sequences, cache, .. } = self;
         ledger.keep_shared_tails(|&index| {
-            sequences.get(index).is_some_and(|sequence| blocks::has_open_tail(cache, sequence))
+            sequences.get(index).is_some_and(|sequence| blocks::has_open_tail(cache, sequence.table()))
         });
     }
 
@@ -111,7 +111,9 @@ impl Promises<'_> {
             maxima = maxima - blocks::at_most(self.cache, sequence, None)
                 + blocks::at_most(self.cache, sequence, Some(len));
             cuts.push((index, len - 1));
-            changes.extend(blocks::lasting_beyond(self.cache, sequence, len - 1).map(|block| (block, -1)));
+            changes.extend(
+                blocks::lasting_beyond(self.cache, sequence.table(), len - 1).map(|block| (block, -1)),
+            );
         }
         self.add_forks(considered, &mut changes);
         let before = changes.len();

@@ -48,7 +48,7 @@ impl Scheduler {
 
     fn take_from(&mut self, victims: &[Index], index: Index, needed: u32, resort: Resort) -> bool {
         let shared_tails = |scheduler: &Self| {
-            blocks::shared_tails(&scheduler.cache, &scheduler.sequences[index]).count() as u32
+            blocks::shared_tails(&scheduler.cache, scheduler.sequences[index].table()).count() as u32
         };
         let shared = shared_tails(self);
         // When nobody else holds its last block any more, it is not copied.
@@ -98,7 +98,7 @@ impl Scheduler {
             index,
             place: sequence.place(),
             priority: sequence.priority(),
-            tails: blocks::shared_tails(&self.cache, sequence)
+            tails: blocks::shared_tails(&self.cache, sequence.table())
                 .filter(|&block| !self.cache.is_copy_source(block))
                 .collect(),
             found: found.map_or(Vec::new(), PrefixMatch::sorted_blocks),
@@ -125,7 +125,7 @@ impl Scheduler {
     /// Takes idle sequences' tables, `parent`'s apart, until all that `index` and its samples need can be opened. All or
     /// nothing; returns whether they can.
     pub(super) fn ensure_tables(&mut self, index: Index, parent: Option<Index>) -> bool {
-        let missing = self.tables_missing_to(index);
+        let missing = self.sequences.tables_wanted(index).saturating_sub(self.cache.free_tables());
         if missing == 0 {
             return true;
         }
@@ -137,16 +137,6 @@ impl Scheduler {
         true
     }
 
-    /// Tables that must become free before `index` and its samples can open theirs, beside those set aside: for samples
-    /// that have not parted, and for branches that share when the outstanding step has ended.
-    fn tables_missing_to(&self, index: Index) -> u32 {
-        let sequence = &self.sequences[index];
-        let set_aside = sequence.counted().map_or(0, |counted| counted.tables);
-        let others = self.sequences.sums().tables - set_aside;
-        let own = u32::from(sequence.table().is_some());
-        (sequence.width() + others).saturating_sub(self.cache.free_tables() + own)
-    }
-
     /// Blocks that protected sequences may still need and nobody else may take.
     pub(super) fn reserved_blocks(&self) -> u32 {
         self.ledger.reserved(&self.sequences, &self.cache)
@@ -154,7 +144,7 @@ impl Scheduler {
 
     /// Free blocks that `index` may take.
     pub(super) fn available_to(&self, index: Index) -> u32 {
-        let reserved = self.ledger.reserved_against(&self.sequences[index], &self.sequences, &self.cache);
+        let reserved = self.ledger.reserved_against(index, &self.sequences, &self.cache);
         self.cache.free_blocks().saturating_sub(reserved)
     }
 
@@ -163,7 +153,7 @@ impl Scheduler {
         if needed == 0 {
             return 0;
         }
-        let reserved = self.ledger.reserved_against(&self.sequences[index], &self.sequences, &self.cache);
+        let reserved = self.ledger.reserved_against(index, &self.sequences, &self.cache);
         needed.saturating_add(reserved).saturating_sub(self.cache.free_blocks())
     }
 
@@ -187,7 +177,7 @@ impl Holders<'_> {
             place: sequence.place(),
             priority: sequence.priority(),
             tables: sequence.width(),
-            num_blocks: blocks::held(self.cache, sequence),
+            num_blocks: blocks::held(self.cache, sequence.table()),
             is_promised: sequence.is_promised(),
             is_spared: sequence.is_planned() || sequence.is_protected(),
         })
@@ -208,7 +198,7 @@ impl View for Holders<'_> {
     }
 
     fn blocks(&self, index: Index) -> impl Iterator<Item = BlockId> {
-        blocks::of(self.cache, &self.sequences[index])
+        blocks::of(self.cache, self.sequences[index].table())
     }
 
     fn holding(&self, block: BlockId) -> Holding {

@@ -37,12 +37,13 @@ mod lengths;
 mod samples;
 mod sequences;
 
-use crate::cache::{KvCache, Namespace, RetainRange};
+use crate::cache::{KvCache, Namespace, PrefixMatch, RetainRange};
 use crate::ids::{SequenceId, TableId, TokenId};
 use crate::schedule::admission::Lacking;
 use crate::schedule::request::{FinishReason, PrefixReport, Priority, Request};
 use crate::schedule::scheduler::Index;
 use crate::schedule::step_plan::LogitRow;
+pub(super) use lengths::Counts;
 pub(super) use sequences::Sequences;
 use std::sync::Arc;
 
@@ -185,6 +186,24 @@ pub(super) struct Sequence {
     kept_as: u64,
 }
 
+/// How a record is read.
+impl std::ops::Index<Index> for Sequences {
+    type Output = Sequence;
+
+    /// # Panics
+    /// For a record that has ended: an index in a queue has one.
+    fn index(&self, index: Index) -> &Sequence {
+        self.records[index].as_ref().expect("an index in a queue has a record")
+    }
+}
+
+/// How a record is changed: by the functions of this module alone.
+impl Sequences {
+    fn record(&mut self, index: Index) -> &mut Sequence {
+        self.records[index].as_mut().expect("an index in a queue has a record")
+    }
+}
+
 impl Sequence {
     /// A sequence that waits, and goes on from `prefix` with the request's tokens.
     fn new(id: SequenceId, request: Request, prefix: Vec<TokenId>, max_tokens: u32) -> Self {
@@ -297,6 +316,11 @@ impl Sequence {
         self.samples.len() as u32
     }
 
+    /// Looks it up in the prefix cache, by the hashes that it has.
+    pub(super) fn find_prefix(&self, cache: &KvCache, found: &mut PrefixMatch) {
+        cache.find_match(&self.terms.namespace, &self.tokens, &self.hashes, found);
+    }
+
     pub(super) fn hashes(&self) -> &[u64] {
         &self.hashes
     }
@@ -315,7 +339,7 @@ impl Sequence {
 
     /// Tokens whose keys and values are not in the cache: at least one while it waits or runs.
     pub(super) fn uncomputed(&self) -> u32 {
-        self.len() - self.computed
+        self.tokens.len() as u32 - self.computed
     }
 
     pub(super) fn wants(&self) -> Wants {
@@ -329,7 +353,7 @@ impl Sequence {
 
     /// Whether the last row's logits are wanted.
     pub(super) fn wants_token(&self) -> bool {
-        self.len() < self.terms.max_tokens
+        (self.tokens.len() as u32) < self.terms.max_tokens
     }
 
     pub(super) fn table(&self) -> Option<TableId> {
@@ -338,6 +362,11 @@ impl Sequence {
 
     pub(super) fn fork(&self) -> Option<PendingFork> {
         self.fork
+    }
+
+    /// Whether it has blocks, or will share some when the outstanding step ends.
+    pub(super) fn has_blocks(&self) -> bool {
+        self.table.is_some() || self.fork.is_some()
     }
 
     /// Whether it has something that others wait for, or will have: a table, one set aside, or a promise.
@@ -358,9 +387,14 @@ impl Sequence {
         self.planned_rows > 0
     }
 
-    /// Rows, and logit rows, in the outstanding plan.
-    pub(super) fn planned(&self) -> (u32, u32) {
-        (self.planned_rows, self.planned_logits)
+    /// Rows in the outstanding plan.
+    pub(super) fn planned_rows(&self) -> u32 {
+        self.planned_rows
+    }
+
+    /// Whether something was asked of it that is done when the outstanding step ends.
+    pub(super) fn is_asked(&self) -> bool {
+        self.aborting || self.truncating.is_some() || !self.aborted_samples.is_empty()
     }
 
     pub(super) fn is_aborting(&self) -> bool {
@@ -382,11 +416,6 @@ impl Sequence {
         (self.samples.len() as u32).max(1)
     }
 
-    /// What it adds to the sums: as it was counted last, if it waits or runs.
-    pub(super) fn counted(&self) -> Option<Counted> {
-        self.counted
-    }
-
     /// What it adds to the sums while it is in line or runs.
     pub(super) fn count(&self, cache: &KvCache) -> Counted {
         let width = (self.samples.len() as u32).max(1);
@@ -405,6 +434,14 @@ impl Sequence {
             }
             _ => Counted { running: 0, tables, owed: 0 },
         }
+    }
+
+    /// Growing to the declared maximum reallocates nothing.
+    fn reserve(&mut self, cache: &KvCache) {
+        let (tokens, blocks) =
+            (self.terms.max_tokens, cache.config().layout().blocks_for(self.terms.max_tokens));
+        self.tokens.reserve((tokens as usize).saturating_sub(self.tokens.len()));
+        self.hashes.reserve((blocks as usize).saturating_sub(self.hashes.len()));
     }
 
     /// Why it has ended, now that all its tokens are there.

@@ -43,7 +43,7 @@ impl Scheduler {
             tokens: sequence.tokens_left().len() as u32,
             computed_tokens: sequence.computed(),
             blocks: sequence.table().and_then(|table| self.cache.block_ids(table).ok()).unwrap_or_default(),
-            host_blocks: blocks::returning(&self.cache, sequence),
+            host_blocks: blocks::returning(&self.cache, sequence.table()),
             preemptions: sequence.preemptions,
             waits_for: match (sequence.lacking, sequence.state()) {
                 (Some(lacking), _) => Some(self.wait_reason(lacking)),

@@ -32,9 +32,9 @@ impl Scheduler {
 
     /// Gives a sequence a table, whose blocks are promised if the sequence is.
     pub(super) fn set_table(&mut self, index: Index, table: TableId) {
-        self.sequences.set_table(index, table, &self.cache);
-        self.cache.set_promised(table, self.sequences[index].is_promised());
-        self.note_tail(index);
+        if self.sequences.set_table(index, table, &self.cache) {
+            self.cache.set_promised(table, true);
+        }
     }
 
     /// A sequence gives up all its blocks, and is computed again.
@@ -61,6 +61,7 @@ impl Scheduler {
         if let Ok(table) = self.cache.fork(fork.parent, fork.at, max_tokens) {
             self.set_table(index, table);
             self.sequences.share(index, fork.at);
+            self.note_tail(index);
         }
     }
 

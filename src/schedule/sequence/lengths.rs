@@ -1,7 +1,7 @@
 //! How far a sequence is computed, and what holds it: the only writer of lengths, tables and rows in the step.
 
 use crate::cache::KvCache;
-use crate::ids::{TableId, TokenId};
+use crate::ids::{SequenceId, TableId, TokenId};
 use crate::schedule::admission::Lacking;
 use crate::schedule::request::{FinishReason, PrefixReport};
 use crate::schedule::scheduler::Index;
@@ -12,6 +12,8 @@ use crate::schedule::sequence::{Sequence, Sequences, State};
 pub(in crate::schedule) struct Counts {
     /// Its table's length: rows of drafts that were not accepted are among them.
     pub(in crate::schedule) planned_end: u32,
+    /// Logit rows that it had.
+    pub(in crate::schedule) logits: usize,
     /// Rows that were computed before.
     pub(in crate::schedule) again: u32,
     /// Rows of input tokens that were not.
@@ -29,10 +31,13 @@ impl Sequence {
 impl Sequences {
     // The table.
 
-    /// A sequence has a table, of which it has computed nothing yet.
-    pub(in crate::schedule) fn set_table(&mut self, index: Index, table: TableId, cache: &KvCache) {
-        self.record(index).table = Some(table);
+    /// A sequence has a table, of which it has computed nothing yet. Returns whether the blocks in it are promised.
+    pub(in crate::schedule) fn set_table(&mut self, index: Index, table: TableId, cache: &KvCache) -> bool {
+        let record = self.record(index);
+        record.table = Some(table);
+        let promised = record.promise.is_some();
         self.recount(index, cache);
+        promised
     }
 
     /// Its new table begins with what the prefix cache had of it.
@@ -101,7 +106,7 @@ impl Sequences {
     pub(in crate::schedule) fn count_in(&mut self, index: Index) -> Counts {
         let record = self.record(index);
         let rows = std::mem::take(&mut record.planned_rows);
-        record.planned_logits = 0;
+        let logits = std::mem::take(&mut record.planned_logits) as usize;
         record.drafts.clear();
         let before = record.computed;
         let known = if fault!(DraftsCountedIn) { rows } else { record.uncomputed() };
@@ -110,35 +115,42 @@ impl Sequences {
         let again = record.high_water.clamp(before, end) - before;
         record.high_water = record.high_water.max(end);
         let input = record.terms.input_len.clamp(before + again, end) - (before + again);
-        Counts { planned_end: before + rows, again, input }
+        Counts { planned_end: before + rows, logits, again, input }
     }
 
     /// A valid result confirms all that is computed.
-    pub(in crate::schedule) fn confirm(&mut self, index: Index) {
+    pub(in crate::schedule) fn confirm(&mut self, index: Index) -> &Sequence {
         let record = self.record(index);
         record.confirmed = record.computed;
+        record
     }
 
-    /// Appends a token; that of a `draft` is computed already. Returns why the sequence ends with it, if it does.
+    /// Appends a token, unless the sequence is to be cut and the token lies behind the cut; that of a `draft` is computed
+    /// already. Returns whose it is, and why the sequence ends with it, if it does.
     pub(in crate::schedule) fn push(
         &mut self,
         index: Index,
         token: TokenId,
         draft: bool,
-    ) -> Option<FinishReason> {
+    ) -> Option<(SequenceId, Option<FinishReason>)> {
         let record = self.record(index);
+        if record.truncating.is_some() {
+            return None;
+        }
         record.tokens.push(token);
         if draft {
             record.computed += 1;
             record.high_water = record.high_water.max(record.computed);
         }
-        if record.terms.stop_tokens.contains(&token) {
-            return Some(FinishReason::Stop);
-        }
-        (!record.wants_token()).then(|| record.full_reason())
+        let reason = if record.terms.stop_tokens.contains(&token) {
+            Some(FinishReason::Stop)
+        } else {
+            (!record.wants_token()).then(|| record.full_reason())
+        };
+        Some((record.id, reason))
     }
 
-    /// Blocks of a sequence can be told apart from now on, as far as its tokens go.
+    /// Brings the hashes of a sequence's full blocks up to date, as far as its first `len` tokens go.
     pub(in crate::schedule) fn extend_hashes(
         &mut self,
         index: Index,
@@ -146,6 +158,7 @@ impl Sequences {
         cache: &KvCache,
     ) -> &Sequence {
         let record = self.record(index);
+        let len = len.min(record.tokens.len());
         cache.extend_hashes(&record.terms.namespace, &record.tokens[..len], &mut record.hashes);
         record
     }

@@ -14,7 +14,8 @@ use std::collections::BTreeMap;
 /// All sequences: those in line, those that run, those that are kept.
 #[derive(Debug, Default)]
 pub(in crate::schedule) struct Sequences {
-    records: Vec<Option<Sequence>>,
+    /// Read and changed by the two functions of the parent module.
+    pub(super) records: Vec<Option<Sequence>>,
     free_records: Vec<Index>,
     by_id: BTreeMap<SequenceId, Index>,
     /// By place.
@@ -32,16 +33,6 @@ pub(in crate::schedule) struct Sequences {
     num_forks: u64,
     num_requests: u64,
     num_arrivals: u64,
-}
-
-impl std::ops::Index<Index> for Sequences {
-    type Output = Sequence;
-
-    /// # Panics
-    /// For a record that has ended: an index in a queue has one.
-    fn index(&self, index: Index) -> &Sequence {
-        self.records[index].as_ref().expect("an index in a queue has a record")
-    }
 }
 
 impl Sequences {
@@ -98,6 +89,29 @@ impl Sequences {
     /// Running sequences of lower classes.
     pub(in crate::schedule) fn running_below(&self, priority: Priority) -> u32 {
         self.running_of_class[priority as usize + 1..].iter().sum()
+    }
+
+    /// Tables that a sequence and its samples open, and those that are set aside for others: for samples that have not
+    /// parted, and for branches that share when the outstanding step has ended.
+    pub(in crate::schedule) fn tables_wanted(&self, index: Index) -> u32 {
+        let sequence = &self[index];
+        let others = self.sums.tables - sequence.counted.map_or(0, |counted| counted.tables);
+        (sequence.samples.len() as u32).max(1) - u32::from(sequence.table.is_some()) + others
+    }
+
+    /// Blocks that sequences beside `index` were let in for and do not have yet. Those of lower classes that come after it
+    /// step back.
+    pub(in crate::schedule) fn owed_beside(&self, index: Index) -> u32 {
+        let owed_by = |sequence: &Sequence| sequence.counted.map_or(0, |counted| counted.owed);
+        let sequence = &self[index];
+        let owed = self.sums.owed - owed_by(sequence);
+        if self.running_of_class[sequence.priority as usize + 1..].iter().all(|&running| running == 0) {
+            return owed;
+        }
+        let (priority, place) = (sequence.priority, sequence.place());
+        let running = self.running.iter().map(|&other| &self[other]);
+        let back = running.filter(|other| other.priority > priority && other.place() > place);
+        owed - back.map(owed_by).sum::<u32>()
     }
 
     // Coming.
@@ -180,9 +194,10 @@ impl Sequences {
             was_let_in: true,
             ..Sequence::bare(id, parent.terms.clone(), parent.priority, tokens)
         };
+        let place = sequence.place();
         let index = self.file(sequence);
-        self.reserve_hashes(index, cache);
-        self.enter_running(index, cache);
+        self.record(index).reserve(cache);
+        self.enter_running(index, place, cache);
         index
     }
 
@@ -206,13 +221,12 @@ impl Sequences {
 
     /// Waiting -> Running.
     pub(in crate::schedule) fn let_in(&mut self, index: Index, cache: &KvCache) {
-        self.leave_queue(index);
         let record = self.record(index);
-        // Growing to the declared maximum reallocates nothing.
-        record.tokens.reserve((record.terms.max_tokens as usize).saturating_sub(record.tokens.len()));
+        record.reserve(cache);
+        let (place, behind) = (record.place(), record.behind.take());
         (record.state, record.lacking, record.was_let_in) = (State::Running, None, true);
-        self.reserve_hashes(index, cache);
-        self.enter_running(index, cache);
+        self.line.leave(place, behind);
+        self.enter_running(index, place, cache);
     }
 
     /// Running -> Waiting, at its old place. Returns whether somebody in line stood behind it, and is asked again.
@@ -313,8 +327,8 @@ impl Sequences {
     }
 
     fn leave_running(&mut self, index: Index) -> bool {
-        let Sequence { priority, .. } = self[index];
-        let position = self.position(self[index].place());
+        let (priority, place) = (self[index].priority, self[index].place());
+        let position = self.running.partition_point(|&other| self[other].place() < place);
         debug_assert_eq!(self.running.get(position), Some(&index), "a running sequence is in order");
         self.running.remove(position);
         self.running_of_class[priority as usize] -= 1;
@@ -322,17 +336,14 @@ impl Sequences {
     }
 
     /// Puts a running sequence among the others, at its place.
-    fn enter_running(&mut self, index: Index, cache: &KvCache) {
-        let Sequence { priority, .. } = self[index];
-        let position = self.position(self[index].place());
+    fn enter_running(&mut self, index: Index, place: Place, cache: &KvCache) {
+        let position = self.running.partition_point(|&other| self[other].place() < place);
         self.running.insert(position, index);
-        self.running_of_class[priority as usize] += 1;
-        self.record(index).counted = Some(Counted::default());
+        let record = self.record(index);
+        record.counted.get_or_insert_default();
+        let class = record.priority as usize;
+        self.running_of_class[class] += 1;
         self.recount(index, cache);
-    }
-
-    fn position(&self, place: Place) -> usize {
-        self.running.partition_point(|&other| self[other].place() < place)
     }
 
     fn stand_in_line(&mut self, index: Index) {
@@ -394,10 +405,6 @@ impl Sequences {
 
     // The record's own state: for this module alone.
 
-    pub(super) fn record(&mut self, index: Index) -> &mut Sequence {
-        self.records[index].as_mut().expect("an index in a queue has a record")
-    }
-
     /// Records that there are, those without a sequence among them.
     pub(super) fn num_records(&self) -> usize {
         self.records.len()
@@ -415,12 +422,6 @@ impl Sequences {
             record.counted = Some(now);
             self.sums.replace(before, now);
         }
-    }
-
-    fn reserve_hashes(&mut self, index: Index, cache: &KvCache) {
-        let record = self.record(index);
-        let nodes = cache.nodes_of(record.terms.max_tokens);
-        record.hashes.reserve(nodes.saturating_sub(record.hashes.len()));
     }
 }
 
