@@ -103,6 +103,7 @@ impl BlockPool {
     }
 
     /// Blocks that hold nothing anybody may ask for.
+    #[inline]
     pub(super) fn num_free(&self) -> u32 {
         self.lists[FREE].len
     }
@@ -118,6 +119,7 @@ impl BlockPool {
     }
 
     /// Blocks that can be had: free ones, and cached ones that may be evicted.
+    #[inline]
     pub(super) fn num_available(&self) -> u32 {
         self.num_free() + self.num_evictable()
     }
@@ -142,10 +144,12 @@ impl BlockPool {
         self.peak_shared
     }
 
+    #[inline]
     pub(super) fn ref_count(&self, block: BlockId) -> u32 {
         self.ref_counts[block.0 as usize]
     }
 
+    #[inline]
     pub(super) fn is_pinned(&self, block: BlockId) -> bool {
         self.flags[block.0 as usize] & PINNED != 0
     }
@@ -277,6 +281,7 @@ impl BlockPool {
 
     // What the prefix cache knows.
 
+    #[inline]
     pub(super) fn is_cached(&self, block: BlockId) -> bool {
         self.flags[block.0 as usize] & CACHED != 0
     }

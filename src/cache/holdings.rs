@@ -46,6 +46,7 @@ impl KvCache {
     }
 
     /// How many blocks of the pool a table has.
+    #[inline]
     pub(crate) fn num_held(&self, table: TableId) -> u32 {
         self.live(table).map_or(0, |table| table.pool_blocks())
     }
@@ -109,6 +110,7 @@ impl KvCache {
     }
 
     /// Blocks that `len` tokens take, while they are read, beyond those that a table has, and `found` more.
+    #[inline]
     pub(crate) fn blocks_beyond(&self, table: Option<TableId>, len: u32, found: u32) -> u32 {
         if self.is_plain {
             // Asked of each sequence in each step.

@@ -60,51 +60,61 @@ impl Lane {
     }
 
     /// Whether it gives blocks back while its sequence lives.
+    #[inline]
     pub(super) fn slides(&self) -> bool {
         self.slides
     }
 
     /// Whether it has everything of a sequence, from beginning to end.
+    #[inline]
     pub(super) fn is_whole(&self) -> bool {
         self.is_whole
     }
 
     /// Whether it is the last lane of its stack: every stack has one.
+    #[inline]
     pub(super) fn is_last(&self) -> bool {
         self.end == u32::MAX
     }
 
     /// Tokens of a block.
+    #[inline]
     pub(super) fn block_size(&self) -> u32 {
         1 << self.block_shift
     }
 
     /// The logical block that has the token at `position`.
+    #[inline]
     pub(super) fn entry_of(&self, position: u32) -> u32 {
         position >> self.block_shift
     }
 
     /// The first token of a logical block.
+    #[inline]
     pub(super) fn tokens_before(&self, entry: u32) -> u32 {
         entry << self.block_shift
     }
 
     /// Slots of all logical blocks before one.
+    #[inline]
     pub(super) fn slots_before(&self, entry: u32) -> u64 {
         u64::from(entry) << self.block_shift
     }
 
     /// The token after the last one that the lane has a block for.
+    #[inline]
     pub(super) fn end_token(&self) -> u32 {
         if self.is_last() { u32::MAX } else { self.tokens_before(self.end) }
     }
 
     /// Whether a logical block is one of the lane's.
+    #[inline]
     pub(super) fn covers(&self, entry: u32) -> bool {
         (self.start..self.end).contains(&entry)
     }
 
     /// The logical block after the last one that `len` tokens need.
+    #[inline]
     pub(super) fn end_of(&self, len: u32) -> u32 {
         let blocks = (len >> self.block_shift) + u32::from(len & (self.block_size() - 1) != 0);
         blocks.max(self.start).min(self.end)
@@ -119,6 +129,7 @@ impl Lane {
     }
 
     /// The logical block that the token after `len` others goes into, if that is partly filled.
+    #[inline]
     pub(super) fn tail_of(&self, len: u32) -> Option<u32> {
         let entry = self.entry_of(len);
         (len & (self.block_size() - 1) != 0 && self.covers(entry)).then_some(entry)

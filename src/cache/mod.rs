@@ -40,7 +40,7 @@ use crate::ids::{BlockId, StepId, TableId};
 use block_pool::BlockPool;
 pub(crate) use block_pool::PromisedBlocks;
 pub use block_state::BlockState;
-use block_table::BlockTable;
+use block_table::{Aside, BlockTable};
 use host_pool::HostPool;
 pub(crate) use keep::RetainRange;
 use lane::Lane;
@@ -117,6 +117,8 @@ pub struct KvCache {
     rows_at_most: u32,
     host: Option<HostPool>,
     tables: Vec<BlockTable>,
+    /// One for each table, or none.
+    asides: Vec<Aside>,
     free_rows: Vec<u32>,
     journal: Vec<Undo>,
     step_tables: Vec<TableId>,
@@ -149,9 +151,11 @@ impl KvCache {
         let stacks = config.stacks();
         let node_tokens = stacks.iter().map(|stack| stack.block_size).max().unwrap_or(1);
         let lanes = Lane::of(&stacks, node_tokens);
+        let is_plain = lanes.len() == 1 && lanes[0].is_whole();
+        let num_asides = if is_plain { 0 } else { max_sequences };
         Self {
             nodes: NodeBlocks::new(&lanes, node_tokens),
-            is_plain: lanes.len() == 1 && lanes[0].is_whole(),
+            is_plain,
             slides: lanes.iter().any(Lane::slides),
             lanes,
             node_tokens,
@@ -159,6 +163,7 @@ impl KvCache {
             fingerprint: config.fingerprint(),
             pool: BlockPool::new(config.num_blocks()),
             tables: (0..max_sequences).map(|_| BlockTable::default()).collect(),
+            asides: (0..num_asides).map(|_| Aside::default()).collect(),
             free_rows: (0..max_sequences).rev().collect(),
             prefix: None,
             max_cached_blocks: 0,
@@ -216,6 +221,9 @@ impl KvCache {
         let no_free = CacheError::NoFreeTable { max_sequences: self.config.max_sequences() };
         let row = self.free_rows.pop().ok_or(no_free)?;
         self.tables[row as usize].open(&self.lanes, max_tokens);
+        if let Some(aside) = self.asides.get_mut(row as usize) {
+            aside.likely_hits = [0; 2];
+        }
         Ok(self.id_of(row as usize))
     }
 
@@ -355,7 +363,9 @@ impl KvCache {
 
     /// Lengths at which others are likely to begin: blocks that a hit at the end of a sequence's input needs are kept.
     pub(crate) fn expect_hits_at(&mut self, table: TableId, len: u32) {
-        self.tables[table.row as usize].likely_hits[1] = len;
+        if let Some(aside) = self.asides.get_mut(table.row as usize) {
+            aside.likely_hits[1] = len;
+        }
     }
 
     /// Counts a table's blocks as promised from now on, or not any more.
@@ -527,6 +537,7 @@ impl KvCache {
     }
 
     /// A live table that the outstanding step does not write through.
+    #[inline]
     fn idle(&self, table: TableId) -> Result<&BlockTable, CacheError> {
         self.check_poison()?;
         let row = self.live(table)?;
@@ -539,6 +550,7 @@ impl KvCache {
     }
 
     /// Fails when an invariant was found broken: nothing that this cache says can be relied on.
+    #[inline]
     pub(crate) fn check_poison(&self) -> Result<(), CacheError> {
         match self.poisoned {
             Some(what) => Err(CacheError::Poisoned {

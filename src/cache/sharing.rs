@@ -227,7 +227,9 @@ impl KvCache {
             self.tables[row].runs[lane].borrowed = tail;
         }
         self.tables[row].len = len;
-        self.tables[row].likely_hits[0] = len;
+        if let Some(aside) = self.asides.get_mut(row) {
+            aside.likely_hits[0] = len;
+        }
         for &node in found.nodes.iter().chain(found.partial.iter().map(|(node, _)| node)) {
             self.step_to(row, node);
         }
@@ -238,23 +240,22 @@ impl KvCache {
 
     /// The node at `place` of a table, which is registered there.
     pub(super) fn node_at(&self, row: usize, place: u32) -> NodeId {
-        let table = &self.tables[row];
         if !self.nodes.is_anchored() {
-            return table.path[place as usize];
+            return self.asides[row].path[place as usize];
         }
         let entry = self.nodes.entries_at(&self.lanes[0], place).start;
-        NodeId(table.runs[0].blocks[entry as usize].0)
+        NodeId(self.tables[row].runs[0].blocks[entry as usize].0)
     }
 
     /// A table is one node more.
     pub(super) fn step_to(&mut self, row: usize, node: NodeId) {
-        let table = &mut self.tables[row];
-        table.registered += 1;
+        self.tables[row].registered += 1;
         if !self.nodes.is_anchored() {
-            if let Some(&tip) = table.path.last() {
+            let path = &mut self.asides[row].path;
+            if let Some(&tip) = path.last() {
                 self.nodes.count_tip(tip, -1);
             }
-            table.path.push(node);
+            path.push(node);
             self.nodes.count_tip(node, 1);
         }
     }
@@ -269,9 +270,10 @@ impl KvCache {
         if self.nodes.is_anchored() {
             return;
         }
-        let tip = table.path.last().copied();
-        table.path.truncate(places as usize);
-        if let Some(&tip) = table.path.last() {
+        let path = &mut self.asides[row].path;
+        let tip = path.last().copied();
+        path.truncate(places as usize);
+        if let Some(&tip) = path.last() {
             self.nodes.count_tip(tip, 1);
         }
         if let Some(tip) = tip.filter(|&tip| self.prefix.as_ref().is_some_and(|prefix| prefix.is_node(tip))) {

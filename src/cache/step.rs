@@ -72,7 +72,7 @@ impl KvCache {
     /// # Errors
     /// As [`len`](Self::len).
     pub fn blocks_needed(&self, table: TableId, num_tokens: u32) -> Result<u32, CacheError> {
-        Ok(self.count_growth(table, num_tokens, self.free_blocks())?.needed())
+        Ok(self.count_growth(self.live(table)?, table, num_tokens, self.free_blocks()).needed())
     }
 
     /// What `num_tokens` more tokens take of a table that can grow, where copies that can be done without spend at most
@@ -80,18 +80,18 @@ impl KvCache {
     pub(crate) fn growth(&self, table: TableId, num_tokens: u32, spare: u32) -> Result<Growth, CacheError> {
         let row = self.idle(table)?;
         let tokens = row.len.saturating_add(num_tokens);
-        let (blocks, max_tokens) = (row.host_blocks(), row.max_tokens);
-        if blocks > 0 {
-            return Err(CacheError::SwappedOut { table, blocks });
+        let max_tokens = row.max_tokens;
+        if row.is_swapped() {
+            return Err(CacheError::SwappedOut { table, blocks: row.host_blocks() });
         }
         if tokens > max_tokens {
             return Err(CacheError::ExceedsTable { tokens, max_tokens });
         }
-        self.count_growth(table, num_tokens, spare)
+        Ok(self.count_growth(row, table, num_tokens, spare))
     }
 
-    fn count_growth(&self, id: TableId, num_tokens: u32, spare: u32) -> Result<Growth, CacheError> {
-        let table = self.live(id)?;
+    #[inline]
+    fn count_growth(&self, table: &BlockTable, id: TableId, num_tokens: u32, spare: u32) -> Growth {
         let len = table.len.saturating_add(num_tokens);
         let mut growth =
             Growth { table: id, start: table.len, num_tokens, new: 0, copies: 0, lent: 0, returning: 0 };
@@ -109,7 +109,7 @@ impl KvCache {
         if growth.needed() > spare {
             growth.lent = 0;
         }
-        Ok(growth)
+        growth
     }
 
     /// Whether others hold the partly filled last block of a table that is swapped out: it returns for all of them.
@@ -223,7 +223,8 @@ impl KvCache {
         let is_likely =
             |&len: &u32| (lane.first_of(len - len % self.node_tokens)..lane.end_of(len)).contains(&entry);
         let is_plain = self.pool.retention(block) <= Retention::Normal;
-        if is_plain && self.pool.ref_count(block) == 1 && !table.likely_hits.iter().any(is_likely) {
+        if is_plain && self.pool.ref_count(block) == 1 && !self.asides[row].likely_hits.iter().any(is_likely)
+        {
             self.pool.set_loose(block, true);
         }
         if table.promised {

@@ -62,7 +62,7 @@ pub(super) struct Turn {
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Kind {
     /// One row per step from here on, drafts apart: they are set aside.
-    Decode(Budget),
+    Decode,
     /// A prompt that is read, and its share of the rows.
     Prompt(u32),
 }
@@ -70,9 +70,12 @@ pub(super) enum Kind {
 impl Turn {
     pub(super) fn new(index: Index, wants: Wants) -> Self {
         let decodes = wants.known == 1 && wants.computed > 0;
-        let kind =
-            if decodes { Kind::Decode(Budget::of(wants.computed, wants.rows())) } else { Kind::Prompt(0) };
-        Self { index, wants, kind }
+        Self { index, wants, kind: if decodes { Kind::Decode } else { Kind::Prompt(0) } }
+    }
+
+    /// What all the rows take that it wants.
+    pub(super) fn wanted(&self) -> Budget {
+        Budget::of(self.wants.computed, self.wants.rows())
     }
 }
 
@@ -81,7 +84,7 @@ pub(super) fn wanted(turns: &[Turn]) -> (Budget, Budget) {
     let (mut decoding, mut first_prompt) = (Budget::default(), None);
     for turn in turns {
         match turn.kind {
-            Kind::Decode(wanted) => decoding = decoding.plus(wanted),
+            Kind::Decode => decoding = decoding.plus(turn.wanted()),
             Kind::Prompt(_) => {
                 first_prompt.get_or_insert_with(|| Budget::of(turn.wants.computed, 1));
             }

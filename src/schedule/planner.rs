@@ -172,8 +172,8 @@ impl Scheduler {
                 continue;
             }
             let limit = match turn.kind {
-                Kind::Decode(wanted) => {
-                    set_aside = set_aside.minus(wanted);
+                Kind::Decode => {
+                    set_aside = set_aside.minus(turn.wanted());
                     budget.minus(set_aside)
                 }
                 Kind::Prompt(share) => {
