@@ -173,7 +173,7 @@ impl PagedAttention {
             let first_layer = arena * self.pool.arenas.layers_per_arena();
             pass.set_bind_group(0, &slot.group, &[0, first_layer * self.pool.memory.layer_stride]);
             pass.set_bind_group(1, &self.pool.groups.written_arenas[arena as usize], &[]);
-            let units = self.pool.arenas.block_stride_words(arena) / 4;
+            let units = self.pool.arenas.block_stride_units(arena);
             step.dispatches += self.dispatch(pass, pairs * units.div_ceil(COPY_UNITS));
         }
         pass.pop_debug_group();
@@ -383,8 +383,8 @@ impl PagedAttention {
         self.bind_step(pass, target, header);
         pass.set_bind_group(1, &self.pool.groups.merge, &[]);
         // Group 2 has the output.
-        let vectors = u64::from(self.pool.cache.layout().v_head_dim() / 4);
-        let per_item = u64::from(self.shape.num_query_heads()) * vectors;
+        let units = u64::from(self.pool.cache.layout().v_sum_units());
+        let per_item = u64::from(self.shape.num_query_heads()) * units;
         let dispatches = self.dispatch(pass, (u64::from(num_items) * per_item).div_ceil(64));
         pass.pop_debug_group();
         dispatches

@@ -52,7 +52,7 @@ impl CpuCache {
             max_sequences: config.max_sequences(),
             table_entries: config.table_entries(),
             fingerprint: config.fingerprint(),
-            words: vec![0; (layout.arena_bytes(0) / 4) as usize],
+            words: vec![0; layout.arena_words(0) as usize],
             tables: vec![0; config.max_sequences() as usize * config.table_entries() as usize],
             host: vec![Vec::new(); config.host_blocks() as usize],
         }
