@@ -22,7 +22,7 @@ const END: u32 = 2048;
 const LONG: u32 = 8000;
 
 fn shape() -> ModelShape {
-    ModelShape { num_layers: 30, num_query_heads: 9, num_kv_heads: 3, head_dim: 64 }
+    ModelShape::new(30, 9, 3, 64)
 }
 
 fn pool(num_blocks: u32, block_size: u32) -> CacheConfig {
@@ -158,7 +158,7 @@ fn release_of_8000_tokens(bencher: Bencher<'_, '_>) {
 /// A pool of 1,000,000 blocks, with and without the prefix cache.
 #[divan::bench(args = [false, true], sample_count = 20)]
 fn pool_of_1000000_blocks(prefix_cache: bool) -> KvCache {
-    let shape = ModelShape { num_layers: 1, num_query_heads: 1, num_kv_heads: 1, head_dim: 8 };
+    let shape = ModelShape::new(1, 1, 1, 8);
     let config = CacheConfig::for_blocks(1_000_000, &shape, KvType::F16).unwrap();
     let mut cache = KvCache::new(config);
     if prefix_cache {

@@ -57,7 +57,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     // Until the old texts are released, there are twice as many tables.
     let config =
         CacheConfig::for_context(most_tokens, 2 * WIDTH as u32, &shape_of(engine.config()), KvType::F16)?;
-    let mut cache = KvCache::new(config);
+    let mut cache = KvCache::new(config.clone());
     let mut pool = engine.pool(config, prompt.len().max(WIDTH) as u32, WIDTH as u32)?;
 
     let start = prompt.len();
@@ -72,12 +72,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     let stats = cache.stats();
     // The last token of each text is not in the cache.
-    let apart = WIDTH as u32 * config.layout().blocks_for(most_tokens - 1);
+    let apart = WIDTH as u32 * cache.config().layout().blocks_for(most_tokens - 1);
     println!(
         "{WIDTH} texts of {most_tokens} tokens hold {} blocks of {}, {} of them shared; apart they would hold {apart}. \
          {} blocks were copied on write.",
         stats.held_blocks,
-        config.block_size(),
+        cache.config().block_size(),
         stats.shared_blocks,
         stats.block_copies
     );

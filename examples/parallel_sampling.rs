@@ -35,7 +35,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let most_tokens = prompt_len + NEW_TOKENS;
     let shape = shape_of(engine.config());
     let cache = CacheConfig::for_context(most_tokens, SAMPLES, &shape, KvType::F16)?;
-    let mut scheduler = Scheduler::new(SchedulerConfig::default(), cache)?;
+    let mut scheduler = Scheduler::new(SchedulerConfig::default(), cache.clone())?;
     let mut pool = engine.pool(cache, SchedulerConfig::default().step_tokens, SAMPLES)?;
     let sampler = Sampler { temperature: 0.9, seed: 3 };
 
@@ -66,13 +66,13 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     let stats = scheduler.stats().cache;
     // The last token of each answer is not in the cache.
-    let apart = SAMPLES * cache.layout().blocks_for(most_tokens - 1);
+    let apart = SAMPLES * scheduler.cache().config().layout().blocks_for(most_tokens - 1);
     println!(
         "{SAMPLES} answers: {rows} tokens computed, apart it would be {}; {} blocks of {} held, apart it would be {apart}; \
          {} copied on write",
         SAMPLES * (most_tokens - 1),
         stats.held_blocks_peak,
-        cache.block_size(),
+        scheduler.cache().config().block_size(),
         stats.block_copies,
     );
     Ok(())

@@ -13,7 +13,7 @@ use std::error::Error;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-const SHAPE: ModelShape = ModelShape { num_layers: 2, num_query_heads: 4, num_kv_heads: 2, head_dim: 16 };
+const SHAPE: ModelShape = ModelShape::new(2, 4, 2, 16);
 const ROWS: u32 = 32; // Most rows of a step: the scheduler is told, and the tensors are made for it.
 
 /// The stand-in model. Rows are the step's tokens; `metadata` is the library's, where token ids and positions lie.
@@ -71,10 +71,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     });
     let window = texture.create_view(&Default::default());
 
-    // The pool, the scheduler, and the attention on the application's device.
+    // The attention on the application's device, with the pool, and the scheduler.
     let cache = CacheConfig::for_context(256, 4, &SHAPE, KvType::F16)?;
+    let mut attention = PagedAttention::new(&device, SHAPE, cache.clone())?;
     let mut scheduler = Scheduler::new(SchedulerConfig { step_tokens: ROWS, ..Default::default() }, cache)?;
-    let mut attention = PagedAttention::new(&device, SHAPE, cache)?;
 
     // The model's buffers and pipelines; the library binds its tensors once.
     let rows_of = |elements| u64::from(ROWS) * elements * 4;
@@ -159,7 +159,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             attention.record_transfers(&mut encoder, &mut step);
             let mut pass = encoder.begin_compute_pass(&Default::default());
             attention.record_block_copies(&mut pass, &mut step);
-            for layer in 0..SHAPE.num_layers {
+            for layer in 0..SHAPE.num_layers() {
                 pass.set_pipeline(&project);
                 pass.set_bind_group(0, &group, &[]);
                 pass.dispatch_workgroups(step.rows() * 2, 1, 1);

@@ -1,144 +1,20 @@
-//! Shapes and every byte of arithmetic: the one place that computes a size or an address.
+//! How large a cache is: from the bytes, the context or the blocks that are asked for to a pool and its tables.
 //!
-//! All sizes are `u64` and checked; nothing here knows wgpu, tokens or policy. The layout of a block is fixed here and
-//! mirrored once in `shaders/common/layout.wgsl`:
-//!
-//! ```text
-//! arena (a group of consecutive layers)
-//!   block 0                                   block 1 …
-//!   ├ layer 0 of the group ┬ layer 1 … ┤
-//!   │ K: head 0 │ head 1 … │ V: head 0 │ head 1 … │
-//!     └ P rows of k_head_dim elements, padded to 16 bytes
-//! ```
-//!
-//! A block is one contiguous range per arena, keys precede values as one run, and a row of one head is contiguous.
+//! All sizes are `u64`, and checked when a configuration is made. Nothing here computes an address: where a block lies, and
+//! what lies in it, is said by `layout.rs`.
 
 use crate::error::ConfigError;
-use std::fmt;
+use crate::layout::{ArenaLayout, BlockLayout, MAX_ARENA_BYTES};
+use crate::model::{KvFormat, ModelShape};
+use crate::reach::Stack;
+use crate::stacks::{GroupLayout, Stacks};
 
-/// Largest block size, in tokens.
-pub const MAX_BLOCK_SIZE: u32 = 4096;
 /// Block size where nothing else is asked for, in tokens.
 pub const DEFAULT_BLOCK_SIZE: u32 = 16;
+/// Rows of a step where nothing else is asked for.
+pub(crate) const DEFAULT_STEP_TOKENS: u32 = 512;
 /// Number of block tables where nothing else is asked for.
 pub const DEFAULT_MAX_SEQUENCES: u32 = 64;
-/// Largest head size, in elements.
-pub const MAX_HEAD_DIM: u32 = 256;
-/// No arena is larger than this, whatever the device allows: 2 GiB - 4, the most that every backend can bind.
-pub const MAX_ARENA_BYTES: u64 = (2 << 30) - 4;
-
-/// The attention shape of a model, as its own description gives it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct ModelShape {
-    /// Transformer layers that have a key-value cache.
-    pub num_layers: u32,
-    /// Query heads per layer; a multiple of `num_kv_heads`.
-    pub num_query_heads: u32,
-    /// Key and value heads per layer.
-    pub num_kv_heads: u32,
-    /// Elements of a query and key head; a multiple of 8, from 8 to 256. Value heads have the same size unless
-    /// [`KvFormat::with_v_head_dim`] says otherwise.
-    pub head_dim: u32,
-}
-
-impl ModelShape {
-    /// Query heads that read one kv head.
-    ///
-    /// # Panics
-    /// When there is no kv head; a [`CacheConfig`] refuses such a shape.
-    pub fn heads_per_kv_head(&self) -> u32 {
-        self.num_query_heads / self.num_kv_heads
-    }
-
-    fn validate(&self) -> Result<(), ConfigError> {
-        for (field, value) in [
-            ("num_layers", self.num_layers),
-            ("num_query_heads", self.num_query_heads),
-            ("num_kv_heads", self.num_kv_heads),
-        ] {
-            if value == 0 {
-                return Err(ConfigError::Zero { field });
-            }
-        }
-        if !self.num_query_heads.is_multiple_of(self.num_kv_heads) {
-            return Err(ConfigError::HeadRatio {
-                num_query_heads: self.num_query_heads,
-                num_kv_heads: self.num_kv_heads,
-            });
-        }
-        validate_head_dim(self.head_dim)
-    }
-}
-
-fn validate_head_dim(head_dim: u32) -> Result<(), ConfigError> {
-    if head_dim == 0 || head_dim > MAX_HEAD_DIM || !head_dim.is_multiple_of(8) {
-        return Err(ConfigError::HeadDim { head_dim, max: MAX_HEAD_DIM });
-    }
-    Ok(())
-}
-
-/// How an element of K or V is stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum KvType {
-    /// 32-bit floats.
-    F32,
-    /// 16-bit floats, rounded to nearest even when written; every device can read them.
-    F16,
-}
-
-impl KvType {
-    /// Bits of one element.
-    pub const fn bits(self) -> u32 {
-        match self {
-            Self::F32 => 32,
-            Self::F16 => 16,
-        }
-    }
-
-    /// Elements in one 16-byte load.
-    pub const fn elements_per_vec4(self) -> u32 {
-        128 / self.bits()
-    }
-}
-
-impl fmt::Display for KvType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::F32 => "f32",
-            Self::F16 => "f16",
-        })
-    }
-}
-
-/// Element types of keys and values, and the size of a value head where it differs from the key's.
-///
-/// A [`KvType`] converts into the format that stores both alike.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct KvFormat {
-    k_type: KvType,
-    v_type: KvType,
-    v_head_dim: Option<u32>,
-}
-
-impl KvFormat {
-    /// Keys stored as `k_type`, values as `v_type`.
-    pub fn new(k_type: KvType, v_type: KvType) -> Self {
-        Self { k_type, v_type, v_head_dim: None }
-    }
-
-    /// Value heads of `v_head_dim` elements (a multiple of 8, from 8 to 256).
-    pub fn with_v_head_dim(mut self, v_head_dim: u32) -> Self {
-        self.v_head_dim = Some(v_head_dim);
-        self
-    }
-}
-
-impl From<KvType> for KvFormat {
-    fn from(kv_type: KvType) -> Self {
-        Self::new(kv_type, kv_type)
-    }
-}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Sizing {
@@ -154,16 +30,19 @@ enum Sizing {
 ///
 /// ```
 /// # use paged_kv::{CacheConfig, KvType, ModelShape};
-/// let shape = ModelShape { num_layers: 30, num_query_heads: 9, num_kv_heads: 3, head_dim: 64 };
+/// // Layers, query heads, KV heads, head size.
+/// let shape = ModelShape::new(30, 9, 3, 64);
 /// let cache = CacheConfig::for_bytes(512 << 20, &shape, KvType::F16)?;
 /// assert_eq!(cache.bytes_per_token(), 30 * 3 * (64 + 64) * 2);
 /// assert!(cache.bytes_total() <= 512 << 20);
 /// # Ok::<(), paged_kv::ConfigError>(())
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct CacheConfig {
     sizing: Sizing,
-    layout: BlockLayout,
+    shape: ModelShape,
+    format: KvFormat,
+    stacks: Stacks,
     num_blocks: u32,
     max_sequences: u32,
     max_sequence_tokens: u32,
@@ -212,25 +91,16 @@ impl CacheConfig {
     }
 
     fn sized(sizing: Sizing, shape: &ModelShape, format: KvFormat) -> Result<Self, ConfigError> {
-        shape.validate()?;
-        let v_head_dim = format.v_head_dim.unwrap_or(shape.head_dim);
-        validate_head_dim(v_head_dim)?;
+        let stacks = Stacks::cut(shape, format, DEFAULT_BLOCK_SIZE)?;
         let max_sequences = match sizing {
             Sizing::Context { chats, .. } => chats.max(DEFAULT_MAX_SEQUENCES),
             _ => DEFAULT_MAX_SEQUENCES,
         };
-        let layout = BlockLayout {
-            num_layers: shape.num_layers,
-            num_kv_heads: shape.num_kv_heads,
-            k_head_dim: shape.head_dim,
-            v_head_dim,
-            k_type: format.k_type,
-            v_type: format.v_type,
-            block_size: DEFAULT_BLOCK_SIZE,
-        };
         Self {
             sizing,
-            layout,
+            shape: shape.clone(),
+            format,
+            stacks,
             num_blocks: 0,
             max_sequences,
             max_sequence_tokens: 0,
@@ -240,13 +110,14 @@ impl CacheConfig {
         .resized()
     }
 
-    /// The same rule with blocks of `block_size` tokens: a power of two from 1 to 4,096.
+    /// The same rule with blocks of `block_size` tokens: a power of two from 1 to 4,096. Where groups of layers have blocks
+    /// of different sizes, that of the smallest ones.
     ///
     /// # Errors
     /// [`ConfigError::BlockSize`], [`ConfigError::Overflow`] when the bytes of the host pool exceed 2^64, or as the
     /// constructor.
     pub fn with_block_size(mut self, block_size: u32) -> Result<Self, ConfigError> {
-        self.layout.block_size = block_size;
+        self.stacks = Stacks::cut(&self.shape, self.format, block_size)?;
         self.resized()
     }
 
@@ -280,12 +151,11 @@ impl CacheConfig {
     }
 
     fn check_host_bytes(&self) -> Result<(), ConfigError> {
-        let bytes = self.layout.block_bytes().checked_mul(u64::from(self.host_blocks));
+        let bytes = self.stacks.block_bytes.checked_mul(u64::from(self.host_blocks));
         bytes.map(drop).ok_or(ConfigError::Overflow { what: "bytes of the host pool" })
     }
 
     fn resized(mut self) -> Result<Self, ConfigError> {
-        self.layout.validate()?;
         if self.max_sequences == 0 {
             return Err(ConfigError::Zero { field: "max_sequences" });
         }
@@ -293,7 +163,7 @@ impl CacheConfig {
             return Err(ConfigError::Zero { field: "max_sequence_tokens" });
         }
         let num_blocks = self.solve_num_blocks()?;
-        let slots = u64::from(num_blocks) * u64::from(self.layout.block_size);
+        let slots = u64::from(num_blocks) * u64::from(self.stacks.node_tokens());
         if num_blocks == 0 {
             return Err(ConfigError::Zero { field: "num_blocks" });
         }
@@ -305,7 +175,7 @@ impl CacheConfig {
         self.max_sequence_tokens = match (self.declared_tokens, self.sizing) {
             (Some(tokens), _) => tokens,
             (None, Sizing::Context { tokens, .. }) => tokens,
-            (None, _) => slots as u32,
+            (None, _) => self.pool_tokens(),
         };
         self.checked_bytes_total().ok_or(ConfigError::Overflow { what: "bytes of the cache" })?;
         self.check_host_bytes()?;
@@ -320,18 +190,20 @@ impl CacheConfig {
                 if tokens == 0 || chats == 0 {
                     return Err(ConfigError::Zero { field: if tokens == 0 { "tokens" } else { "chats" } });
                 }
-                let blocks = u64::from(self.layout.blocks_for(tokens)) * u64::from(chats);
-                u32::try_from(blocks).map_err(|_| overflow)
+                let blocks =
+                    self.stacks.most_blocks(tokens, DEFAULT_STEP_TOKENS).checked_mul(u64::from(chats));
+                blocks.and_then(|blocks| u32::try_from(blocks).ok()).ok_or(overflow)
             }
+            Sizing::Bytes(bytes) if !self.stacks.are_plain() => self.most_blocks_within(bytes),
             Sizing::Bytes(bytes) => {
                 let overflow = ConfigError::Overflow { what: "bytes of the block tables" };
-                let block_bytes = self.layout.block_bytes();
+                let block_bytes = self.stacks.block_bytes;
                 // One entry in every table.
                 let entry_bytes = u64::from(self.max_sequences) * 4;
                 let (per_block, tables) = match self.declared_tokens {
                     // Tables have a fixed size: subtract them, divide the rest.
                     Some(tokens) => {
-                        let entries = u64::from(self.layout.blocks_for(tokens));
+                        let entries = self.stacks.table_entries(tokens);
                         (block_bytes, entry_bytes.checked_mul(entries).ok_or(overflow)?)
                     }
                     // A table has an entry for every block of the pool.
@@ -347,9 +219,71 @@ impl CacheConfig {
         }
     }
 
-    /// The layout of a block.
+    /// The most blocks that fit into `bytes` with the tables that they need: how many sequences of which length these are
+    /// for depends on the blocks, so they are searched for.
+    fn most_blocks_within(&self, bytes: u64) -> Result<u32, ConfigError> {
+        let total = |num_blocks: u32| {
+            let mut config = self.clone();
+            config.num_blocks = num_blocks;
+            config.max_sequence_tokens = self.declared_tokens.unwrap_or_else(|| config.pool_tokens());
+            config.checked_bytes_total().unwrap_or(u64::MAX)
+        };
+        let largest = (u32::MAX - 1) / self.stacks.node_tokens();
+        let (mut fits, mut exceeds) = (0, largest.saturating_add(1));
+        while exceeds - fits > 1 {
+            let middle = fits + (exceeds - fits) / 2;
+            if total(middle) <= bytes { fits = middle } else { exceeds = middle }
+        }
+        if fits == 0 {
+            return Err(ConfigError::TooFewBytes { bytes, needed_bytes: total(1) });
+        }
+        Ok(fits)
+    }
+
+    /// The layout of a block of the first group of layers.
     pub fn layout(&self) -> &BlockLayout {
-        &self.layout
+        self.stacks.groups[0].layout()
+    }
+
+    /// How each group of layers lies in blocks, in the order of the model's groups.
+    pub fn groups(&self) -> &[GroupLayout] {
+        &self.stacks.groups
+    }
+
+    /// The share of all blocks' bytes that no layer uses: what it costs that one pool serves groups of layers whose numbers
+    /// or rows do not divide. None of a model with one group.
+    pub fn padding_share(&self) -> f64 {
+        self.stacks.padding().max(0.0)
+    }
+
+    /// Stacks of layers, those that keep everything first.
+    pub(crate) fn stacks(&self) -> Vec<Stack> {
+        self.stacks.list()
+    }
+
+    /// Fails where there is more than one group of layers, or one that does not see everything.
+    fn check_plain(&self) -> Result<(), ConfigError> {
+        if self.stacks.are_plain() {
+            return Ok(());
+        }
+        let groups = &self.stacks.groups;
+        let windowed = groups.iter().any(|group| !group.reach().is_all());
+        Err(ConfigError::LayerGroups { groups: groups.len() as u32, windowed })
+    }
+
+    /// The most tokens that the pool holds of one sequence, with one row in a step.
+    pub(crate) fn pool_tokens(&self) -> u32 {
+        let slots = self.num_blocks * self.stacks.node_tokens();
+        if self.stacks.are_plain() {
+            return slots;
+        }
+        let holds = |tokens: u32| self.stacks.most_blocks(tokens, 1) <= u64::from(self.num_blocks);
+        let (mut held, mut exceeds) = (0, slots.saturating_add(1));
+        while exceeds - held > 1 {
+            let middle = held + (exceeds - held) / 2;
+            if holds(middle) { held = middle } else { exceeds = middle }
+        }
+        held.max(1)
     }
 
     /// Blocks in the pool.
@@ -357,9 +291,9 @@ impl CacheConfig {
         self.num_blocks
     }
 
-    /// Tokens per block, `P`.
+    /// Tokens per block of the first group, `P`.
     pub fn block_size(&self) -> u32 {
-        self.layout.block_size
+        self.layout().block_size()
     }
 
     /// Block tables, one per sequence that holds blocks.
@@ -372,20 +306,19 @@ impl CacheConfig {
         self.max_sequence_tokens
     }
 
-    /// Entries of one block table: blocks of the longest sequence.
+    /// Entries of one block table of the first group: blocks of the longest sequence.
     pub fn table_entries(&self) -> u32 {
-        self.layout.blocks_for(self.max_sequence_tokens)
+        self.layout().blocks_for(self.max_sequence_tokens)
     }
 
     /// Bytes of keys and values per token, all layers.
     pub fn bytes_per_token(&self) -> u64 {
-        let row_words = u64::from(self.layout.k_row_words()) + u64::from(self.layout.v_row_words());
-        u64::from(self.layout.num_layers) * u64::from(self.layout.num_kv_heads) * row_words * 4
+        self.stacks.bytes_per_token()
     }
 
-    /// Bytes of one block, all layers.
+    /// Bytes of one block: a token's of all layers, where they are alike, times its tokens, and of one stack's otherwise.
     pub fn bytes_per_block(&self) -> u64 {
-        self.layout.block_bytes()
+        self.stacks.block_bytes
     }
 
     /// Blocks in the host pool.
@@ -400,7 +333,7 @@ impl CacheConfig {
 
     /// Bytes of all block tables on the device, at the declared maximum.
     pub fn table_bytes(&self) -> u64 {
-        u64::from(self.max_sequences) * u64::from(self.table_entries()) * 4
+        u64::from(self.max_sequences) * self.stacks.table_entries(self.max_sequence_tokens) * 4
     }
 
     /// Bytes of all blocks and tables: what the cache takes on the device, without step metadata and scratch.
@@ -410,253 +343,67 @@ impl CacheConfig {
     }
 
     fn checked_bytes_total(&self) -> Option<u64> {
-        let pool = u64::from(self.num_blocks).checked_mul(self.layout.block_bytes())?;
-        let tables =
-            u64::from(self.max_sequences).checked_mul(u64::from(self.table_entries()))?.checked_mul(4)?;
+        let pool = u64::from(self.num_blocks).checked_mul(self.stacks.block_bytes)?;
+        let entries = self.stacks.table_entries(self.max_sequence_tokens);
+        let tables = u64::from(self.max_sequences).checked_mul(entries)?.checked_mul(4)?;
         pool.checked_add(tables)
     }
 
     /// Tokens that a sequence's last block leaves unused on average, `P / 2`.
     pub fn expected_waste_tokens(&self) -> u32 {
-        self.layout.block_size / 2
+        self.layout().block_size() / 2
     }
 
     /// Tokens that a sequence's last block leaves unused at most, `P - 1`.
     pub fn worst_waste_tokens(&self) -> u32 {
-        self.layout.block_size - 1
+        self.layout().block_size() - 1
     }
 
     /// Splits the layers into arenas of at most `max_arena_bytes` (and at most 2 GiB - 4).
     ///
     /// # Errors
+    /// [`ConfigError::LayerGroups`] for more than one group of layers, or one that does not see everything.
     /// [`ConfigError::LayerExceedsArena`] when one layer's blocks do not fit: it names both sizes and the largest pool
     /// that would.
     pub fn arenas(&self, max_arena_bytes: u64) -> Result<ArenaLayout, ConfigError> {
+        self.check_plain()?;
+        let layout = *self.layout();
         let max_bytes = max_arena_bytes.min(MAX_ARENA_BYTES);
-        let layer_bytes = u64::from(self.num_blocks) * self.layout.layer_block_words() * 4;
-        let fitting = (max_bytes / layer_bytes).min(u64::from(self.layout.num_layers)) as u32;
+        let layer_bytes = u64::from(self.num_blocks) * layout.layer_block_words() * 4;
+        let fitting = (max_bytes / layer_bytes).min(u64::from(layout.num_layers())) as u32;
         if fitting == 0 {
             return Err(ConfigError::LayerExceedsArena {
                 layer_bytes,
                 max_bytes,
-                max_blocks: max_bytes / (self.layout.layer_block_words() * 4),
+                max_blocks: max_bytes / (layout.layer_block_words() * 4),
             });
         }
-        let num_arenas = self.layout.num_layers.div_ceil(fitting);
+        let num_arenas = layout.num_layers().div_ceil(fitting);
         // As many arenas as the largest group needs, filled evenly.
-        let layers_per_arena = self.layout.num_layers.div_ceil(num_arenas);
-        ArenaLayout::new(self.layout, self.num_blocks, layers_per_arena)
+        let layers_per_arena = layout.num_layers().div_ceil(num_arenas);
+        ArenaLayout::new(layout, self.num_blocks, layers_per_arena)
     }
 
     /// Identifies everything that decides what the bytes of a block mean, and the size of the pool and its tables.
     pub fn fingerprint(&self) -> u64 {
-        let layout = &self.layout;
+        let layout = self.layout();
         let words = [
-            layout.num_layers,
-            layout.num_kv_heads,
-            layout.k_head_dim,
-            layout.v_head_dim,
-            layout.k_type.bits(),
-            layout.v_type.bits(),
-            layout.block_size,
+            layout.num_layers(),
+            layout.num_kv_heads(),
+            layout.k_head_dim(),
+            layout.v_head_dim(),
+            layout.k_type().bits(),
+            layout.v_type().bits(),
+            layout.block_size(),
             self.num_blocks,
             self.max_sequences,
             self.table_entries(),
         ];
+        let others = if self.stacks.are_plain() { &[][..] } else { self.groups() };
+        let words = words.into_iter().chain(others.iter().flat_map(GroupLayout::words));
         // FNV-1a, 64 bits, over the little-endian bytes: stable across runs and platforms.
-        words.iter().flat_map(|word| word.to_le_bytes()).fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
+        words.flat_map(u32::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
         })
-    }
-}
-
-/// What a block holds: shapes, types and block size, and from them sizes and offsets in `u32` words.
-///
-/// A [`CacheConfig`] makes and checks it. Of a copy whose fields were set to what a configuration refuses, sizes mean
-/// nothing, and may panic; an [`ArenaLayout`] refuses it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub struct BlockLayout {
-    /// Layers.
-    pub num_layers: u32,
-    /// Key and value heads per layer.
-    pub num_kv_heads: u32,
-    /// Elements of a key head.
-    pub k_head_dim: u32,
-    /// Elements of a value head.
-    pub v_head_dim: u32,
-    /// Element type of keys.
-    pub k_type: KvType,
-    /// Element type of values.
-    pub v_type: KvType,
-    /// Tokens per block, a power of two.
-    pub block_size: u32,
-}
-
-impl BlockLayout {
-    /// Blocks that hold `tokens` tokens.
-    pub fn blocks_for(&self, tokens: u32) -> u32 {
-        tokens.div_ceil(self.block_size)
-    }
-
-    /// Words of one key row of one head.
-    pub fn k_row_words(&self) -> u32 {
-        self.k_head_dim * self.k_type.bits() / 32
-    }
-
-    /// Words of one value row of one head.
-    pub fn v_row_words(&self) -> u32 {
-        self.v_head_dim * self.v_type.bits() / 32
-    }
-
-    /// Words of one head's keys in a block: `P` rows, padded to 16 bytes.
-    pub fn k_head_words(&self) -> u32 {
-        (self.block_size * self.k_row_words()).next_multiple_of(4)
-    }
-
-    /// Words of one head's values in a block: `P` rows, padded to 16 bytes.
-    pub fn v_head_words(&self) -> u32 {
-        (self.block_size * self.v_row_words()).next_multiple_of(4)
-    }
-
-    /// Words of one layer in a block: all heads' keys, then all heads' values.
-    pub fn layer_block_words(&self) -> u64 {
-        u64::from(self.num_kv_heads) * (u64::from(self.k_head_words()) + u64::from(self.v_head_words()))
-    }
-
-    /// Bytes of a block, all layers.
-    ///
-    /// # Panics
-    /// When they exceed 2^64: a configuration refuses such a layout.
-    pub fn block_bytes(&self) -> u64 {
-        self.checked_block_bytes().expect("a configuration refuses blocks of more than 2^64 bytes")
-    }
-
-    fn validate(&self) -> Result<(), ConfigError> {
-        for (field, value) in [("num_layers", self.num_layers), ("num_kv_heads", self.num_kv_heads)] {
-            if value == 0 {
-                return Err(ConfigError::Zero { field });
-            }
-        }
-        validate_head_dim(self.k_head_dim)?;
-        validate_head_dim(self.v_head_dim)?;
-        let block_size = self.block_size;
-        if !block_size.is_power_of_two() || block_size > MAX_BLOCK_SIZE {
-            return Err(ConfigError::BlockSize { block_size, max: MAX_BLOCK_SIZE });
-        }
-        self.checked_block_bytes().map(drop).ok_or(ConfigError::Overflow { what: "bytes of a block" })
-    }
-
-    fn checked_block_bytes(&self) -> Option<u64> {
-        u64::from(self.num_layers).checked_mul(self.layer_block_words())?.checked_mul(4)
-    }
-}
-
-/// The two halves of a layer's block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum KvPart {
-    /// Keys.
-    K,
-    /// Values.
-    V,
-}
-
-/// The pool cut into arenas: groups of consecutive layers, one storage buffer each.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct ArenaLayout {
-    /// What a block holds.
-    pub block: BlockLayout,
-    /// Blocks in every arena.
-    pub num_blocks: u32,
-    /// Layers in every arena but perhaps the last, which has the rest.
-    pub layers_per_arena: u32,
-}
-
-impl ArenaLayout {
-    /// Arenas of `num_blocks` blocks and at most `layers_per_arena` layers each. [`CacheConfig::arenas`] makes those that a
-    /// device can hold.
-    ///
-    /// # Errors
-    /// [`ConfigError::Zero`] without blocks or layers, [`ConfigError::Overflow`] when an arena's bytes exceed 2^64, and
-    /// whatever a configuration says of `block`.
-    pub fn new(block: BlockLayout, num_blocks: u32, layers_per_arena: u32) -> Result<Self, ConfigError> {
-        block.validate()?;
-        for (field, value) in [("num_blocks", num_blocks), ("layers_per_arena", layers_per_arena)] {
-            if value == 0 {
-                return Err(ConfigError::Zero { field });
-            }
-        }
-        let layers_per_arena = layers_per_arena.min(block.num_layers);
-        let layer_bytes = block.layer_block_words().checked_mul(u64::from(layers_per_arena) * 4);
-        layer_bytes
-            .and_then(|bytes| bytes.checked_mul(u64::from(num_blocks)))
-            .ok_or(ConfigError::Overflow { what: "bytes of an arena" })?;
-        Ok(Self { block, num_blocks, layers_per_arena })
-    }
-
-    /// Number of arenas.
-    pub fn num_arenas(&self) -> u32 {
-        self.block.num_layers.div_ceil(self.layers_per_arena)
-    }
-
-    /// The arena of a layer, and the layer's index within that arena.
-    ///
-    /// # Panics
-    /// For a layer that there is not.
-    pub fn arena_of(&self, layer: u32) -> (u32, u32) {
-        assert!(layer < self.block.num_layers, "layer {layer} of {}", self.block.num_layers);
-        (layer / self.layers_per_arena, layer % self.layers_per_arena)
-    }
-
-    /// Layers in an arena.
-    ///
-    /// # Panics
-    /// For an arena that there is not.
-    pub fn layers_in(&self, arena: u32) -> u32 {
-        assert!(arena < self.num_arenas(), "arena {arena} of {}", self.num_arenas());
-        (self.block.num_layers - arena * self.layers_per_arena).min(self.layers_per_arena)
-    }
-
-    /// Words between consecutive blocks of an arena.
-    ///
-    /// # Panics
-    /// As [`layers_in`](Self::layers_in).
-    pub fn block_stride_words(&self, arena: u32) -> u64 {
-        u64::from(self.layers_in(arena)) * self.block.layer_block_words()
-    }
-
-    /// Bytes of an arena.
-    ///
-    /// # Panics
-    /// As [`layers_in`](Self::layers_in).
-    pub fn arena_bytes(&self, arena: u32) -> u64 {
-        u64::from(self.num_blocks) * self.block_stride_words(arena) * 4
-    }
-
-    /// The word at which a row starts within its arena: the only formula for an address, mirrored in
-    /// `shaders/common/layout.wgsl`.
-    ///
-    /// # Panics
-    /// For a layer, block, head or slot that there is not: its word would be another row's.
-    pub fn row_word(&self, layer: u32, part: KvPart, block: u32, kv_head: u32, slot_in_block: u32) -> u64 {
-        let layout = &self.block;
-        assert!(block < self.num_blocks, "block {block} of {}", self.num_blocks);
-        assert!(kv_head < layout.num_kv_heads, "kv head {kv_head} of {}", layout.num_kv_heads);
-        assert!(slot_in_block < layout.block_size, "slot {slot_in_block} of {}", layout.block_size);
-        let (arena, layer_in_arena) = self.arena_of(layer);
-        let layer_start = u64::from(block) * self.block_stride_words(arena)
-            + u64::from(layer_in_arena) * layout.layer_block_words();
-        let (heads_start, head_words, row_words) = match part {
-            KvPart::K => (0, layout.k_head_words(), layout.k_row_words()),
-            KvPart::V => {
-                let keys = u64::from(layout.num_kv_heads) * u64::from(layout.k_head_words());
-                (keys, layout.v_head_words(), layout.v_row_words())
-            }
-        };
-        layer_start
-            + heads_start
-            + u64::from(kv_head) * u64::from(head_words)
-            + u64::from(slot_in_block) * u64::from(row_words)
     }
 }

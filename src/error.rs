@@ -27,6 +27,40 @@ pub enum ConfigError {
         /// Its name.
         field: &'static str,
     },
+    /// A layer of the model is in no group of layers, or in two.
+    Layers {
+        /// Its index, or that of the first one after it that has none.
+        layer: u32,
+        /// Layers of all groups.
+        num_layers: u32,
+    },
+    /// A model of several groups of layers has too many.
+    TooManyLayers {
+        /// Layers of all groups.
+        num_layers: u32,
+        /// Most that are possible.
+        max: u32,
+    },
+    /// One pool of equal blocks would serve these groups of layers badly.
+    Padding {
+        /// The share of all blocks that no layer would use, in percent.
+        padding_percent: u32,
+        /// The most that is accepted.
+        max_percent: u32,
+        /// The group that would leave most of its blocks unused.
+        group: u32,
+        /// Bytes of keys and values of a token in one of its layers.
+        row_bytes: u64,
+        /// Bytes that would fill the blocks: rows padded to these, in a head size or a type, waste nothing there.
+        filling_row_bytes: u64,
+    },
+    /// Groups of layers that nothing but the host core serves.
+    LayerGroups {
+        /// How many there are.
+        groups: u32,
+        /// Whether some rows do not see everything before them.
+        windowed: bool,
+    },
     /// Query heads are not a multiple of kv heads.
     HeadRatio {
         /// Query heads asked for.
@@ -96,6 +130,21 @@ impl fmt::Display for ConfigError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Self::Zero { field } => write!(f, "{field} is zero, it must be at least 1"),
+            Self::Layers { layer, num_layers } => {
+                write!(f, "layer {layer} of {num_layers} is in no group of layers, or in two")
+            }
+            Self::TooManyLayers { num_layers, max } => {
+                write!(f, "{num_layers} layers of several groups exceed {max}")
+            }
+            Self::Padding { padding_percent, max_percent, group, row_bytes, filling_row_bytes } => write!(
+                f,
+                "{padding_percent} % of all blocks would be padding, {max_percent} are accepted: group {group} has rows of \
+                 {row_bytes} bytes, and rows of {filling_row_bytes} would fill its blocks"
+            ),
+            Self::LayerGroups { groups, windowed } => {
+                let windowed = if windowed { ", not all of which see everything," } else { "" };
+                write!(f, "{groups} groups of layers{windowed} are served by the host core alone")
+            }
             Self::HeadRatio { num_query_heads, num_kv_heads } => {
                 write!(f, "{num_query_heads} query heads are not a multiple of {num_kv_heads} kv heads")
             }
@@ -166,6 +215,15 @@ pub enum CacheError {
         table: TableId,
         /// This cache.
         cache: u64,
+    },
+    /// A window has left behind what the tokens after such a length see.
+    BehindWindow {
+        /// The table.
+        table: TableId,
+        /// The length asked for.
+        tokens: u32,
+        /// The shortest length that the table can be cut to, or shared up to, beside none.
+        shortest: u32,
     },
     /// The outstanding step writes through the table.
     InStep {
@@ -256,6 +314,10 @@ impl fmt::Display for CacheError {
             Self::InStep { table, step } => {
                 write!(f, "{table:?} is written by step {}, which is outstanding", step.raw())
             }
+            Self::BehindWindow { table, tokens, shortest } => write!(
+                f,
+                "a window of {table:?} has left behind what follows its first {tokens} tokens: it can be cut to {shortest}"
+            ),
             Self::BeyondLength { tokens, len } => {
                 write!(f, "position {tokens} is beyond the {len} tokens of the table")
             }

@@ -16,23 +16,29 @@ mod error;
 #[cfg(feature = "wgpu")]
 mod gpu;
 mod ids;
+mod layout;
+mod model;
+mod reach;
 pub mod reference;
 mod schedule;
+mod stacks;
 
 pub use cache::{BlockCopy, BlockState, BlockSwap, CacheStats, KvCache, MissReason, Namespace, Retention};
-pub use config::{
-    ArenaLayout, BlockLayout, CacheConfig, DEFAULT_BLOCK_SIZE, DEFAULT_MAX_SEQUENCES, KvFormat, KvPart,
-    KvType, MAX_ARENA_BYTES, MAX_BLOCK_SIZE, MAX_HEAD_DIM, ModelShape,
-};
+pub use config::{CacheConfig, DEFAULT_BLOCK_SIZE, DEFAULT_MAX_SEQUENCES};
 pub use error::{CacheError, CommitError, ConfigError, Error, PlanTextError, PlanTextFault, RequestError};
 pub use ids::{BlockId, PADDING_SLOT, RequestId, SequenceId, StepId, TableId, TokenId};
+pub use layout::{ArenaLayout, BlockLayout, KvPart, MAX_ARENA_BYTES, MAX_BLOCK_SIZE};
+pub use model::{KvFormat, KvType, LayerGroup, MAX_HEAD_DIM, ModelShape};
+pub use reach::Reach;
 pub use schedule::{
     Admission, DIRECT, DecodeItem, DuplicatePrompts, FinishReason, LogitRow, MergeItem, MissCounts,
     Preemption, PreemptionMode, PreemptionReason, PrefillItem, PrefixCacheConfig, PrefixReport, Priority,
     Rates, Request, RowGroup, RowResult, Schedule, Scheduler, SchedulerConfig, SchedulerStats, SequenceState,
-    SequenceStatus, SplitConfig, StepBuilder, StepEvent, StepPlan, TableChange, TransferReport, VictimPolicy,
-    WaitReason, WorkSplit,
+    SequenceStatus, SplitConfig, StackPlan, StepBuilder, StepEvent, StepPlan, TableChange, TransferReport,
+    VictimPolicy, WaitReason, WorkSplit,
 };
+
+pub use stacks::{GroupLayout, MAX_PADDING_PERCENT};
 
 #[cfg(feature = "faults")]
 #[doc(hidden)]

@@ -24,7 +24,7 @@ use paged_kv::{
 use pollster::FutureExt as _;
 use wgpu::{Adapter, Backends, BufferUsages, CommandEncoder, Device, Queue};
 
-const SHAPE: ModelShape = ModelShape { num_layers: 1, num_query_heads: 1, num_kv_heads: 1, head_dim: 8 };
+const SHAPE: ModelShape = ModelShape::new(1, 1, 1, 8);
 const PROMPT: u32 = 16 << 10;
 const STEP_TOKENS: u32 = 512;
 /// A frame at 60 Hz.
@@ -50,12 +50,13 @@ impl<'a> Reader<'a> {
         let cache = CacheConfig::for_context(PROMPT + 16, 1, &SHAPE, KvType::F16).expect("a pool");
         let config =
             SchedulerConfig { step_tokens: STEP_TOKENS, step_work_budget, ..SchedulerConfig::default() };
-        let mut scheduler = Scheduler::new(config, cache).expect("budgets above zero");
+        let mut scheduler = Scheduler::new(config, cache.clone()).expect("budgets above zero");
         scheduler.add(Request::new(vec![1; PROMPT as usize]).max_new_tokens(1)).expect("a prompt that fits");
         let mut attention = PagedAttention::new(&gpu.device, SHAPE, cache).expect("a pool that fits");
-        let bytes = u64::from(STEP_TOKENS * SHAPE.head_dim) * 4;
+        let bytes = u64::from(STEP_TOKENS * SHAPE.head_dim()) * 4;
         let [input, output] = [(); 2].map(|()| buffer(gpu, bytes));
-        let slice = |buffer| TensorSlice { buffer, offset: 0, row_stride: SHAPE.head_dim, rows: STEP_TOKENS };
+        let slice =
+            |buffer| TensorSlice { buffer, offset: 0, row_stride: SHAPE.head_dim(), rows: STEP_TOKENS };
         let tensors = attention
             .bind_tensors(&LayerTensors {
                 query: slice(&input),

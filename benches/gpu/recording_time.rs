@@ -18,7 +18,7 @@ use pollster::FutureExt as _;
 use wgpu::{BufferUsages, util::DeviceExt as _};
 
 /// SmolLM2-135M.
-const SHAPE: ModelShape = ModelShape { num_layers: 30, num_query_heads: 9, num_kv_heads: 3, head_dim: 64 };
+const SHAPE: ModelShape = ModelShape::new(30, 9, 3, 64);
 const CONTEXT: u32 = 1024;
 const WARM_UP: u32 = 50;
 const STEPS: u32 = 500;
@@ -28,7 +28,7 @@ const PARTS: [&str; 5] = ["prepare", "record", "end of pass", "finish", "submit"
 
 fn main() {
     let (device, queue) = noop_device();
-    println!("microseconds a step of {} layers, the median of {STEPS}", SHAPE.num_layers);
+    println!("microseconds a step of {} layers, the median of {STEPS}", SHAPE.num_layers());
     println!(
         "{:>28} {}  together  dispatches  a dispatch",
         "",
@@ -45,7 +45,7 @@ fn main() {
         print(&format!("{sequences} sequences decode"), times.collect(), dispatches);
     }
     let bare = Bare::new(&device);
-    let dispatches = 2 * SHAPE.num_layers;
+    let dispatches = 2 * SHAPE.num_layers();
     print("wgpu alone", (0..WARM_UP + STEPS).map(|_| bare.step(&device, &queue)).collect(), dispatches);
 }
 
@@ -95,7 +95,7 @@ struct Bench<'a> {
 impl<'a> Bench<'a> {
     fn new(device: &'a wgpu::Device, queue: &'a wgpu::Queue, sequences: u32) -> Self {
         let config = CacheConfig::for_context(2 * CONTEXT, sequences, &SHAPE, KvType::F16).expect("a shape");
-        let mut attention = PagedAttention::new(device, SHAPE, config).expect("the default limits");
+        let mut attention = PagedAttention::new(device, SHAPE, config.clone()).expect("the default limits");
         let buffer = |elements: u32| {
             device.create_buffer(&wgpu::BufferDescriptor {
                 label: None,
@@ -105,7 +105,7 @@ impl<'a> Bench<'a> {
             })
         };
         let (query_len, kv_len) =
-            (SHAPE.num_query_heads * SHAPE.head_dim, SHAPE.num_kv_heads * SHAPE.head_dim);
+            (SHAPE.num_query_heads() * SHAPE.head_dim(), SHAPE.num_kv_heads() * SHAPE.head_dim());
         let [query, key, value, output] = [query_len, kv_len, kv_len, query_len].map(buffer);
         let slice = |buffer, row_stride| TensorSlice { buffer, offset: 0, row_stride, rows: CONTEXT };
         let tensors = attention.bind_tensors(&LayerTensors {
@@ -144,7 +144,7 @@ impl<'a> Bench<'a> {
         self.attention.record_transfers(&mut encoder, &mut step);
         let mut pass = encoder.begin_compute_pass(&Default::default());
         self.attention.record_block_copies(&mut pass, &mut step);
-        for layer in 0..SHAPE.num_layers {
+        for layer in 0..SHAPE.num_layers() {
             self.attention.record_layer(&mut pass, &mut step, layer, &self.tensors).expect("the right order");
         }
         let record = clock.lap();
@@ -245,7 +245,7 @@ impl Bare {
         let mut encoder = device.create_command_encoder(&Default::default());
         let mut clock = Clock(Instant::now());
         let mut pass = encoder.begin_compute_pass(&Default::default());
-        for layer in 0..SHAPE.num_layers {
+        for layer in 0..SHAPE.num_layers() {
             for (pipeline, groups) in self.pipelines.iter().zip(&self.groups) {
                 pass.push_debug_group("kernel");
                 pass.set_pipeline(pipeline);

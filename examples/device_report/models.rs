@@ -13,7 +13,7 @@ const MODELS: [(&str, ModelShape); 4] = [
 ];
 
 const fn shape(num_layers: u32, num_query_heads: u32, num_kv_heads: u32, head_dim: u32) -> ModelShape {
-    ModelShape { num_layers, num_query_heads, num_kv_heads, head_dim }
+    ModelShape::new(num_layers, num_query_heads, num_kv_heads, head_dim)
 }
 
 /// A model in a pool of a given size, keys and values in f16.
@@ -44,12 +44,13 @@ fn fit(model: &'static str, shape: &ModelShape, bytes: u64, max_binding: u64) ->
     let one_block = CacheConfig::for_blocks(1, shape, KvType::F16).expect("a supported shape");
     let most_blocks = most_blocks(shape, max_binding);
     let pool = CacheConfig::for_bytes(bytes, shape, KvType::F16).ok();
+    let pool = pool.as_ref();
     Fit {
         model,
-        layers: shape.num_layers,
-        query_heads: shape.num_query_heads,
-        kv_heads: shape.num_kv_heads,
-        head_dim: shape.head_dim,
+        layers: shape.num_layers(),
+        query_heads: shape.num_query_heads(),
+        kv_heads: shape.num_kv_heads(),
+        head_dim: shape.head_dim(),
         bytes_per_token: one_block.bytes_per_token(),
         blocks: pool.map(|pool| pool.num_blocks()),
         tokens: pool.map(|pool| u64::from(pool.num_blocks()) * u64::from(pool.block_size())),

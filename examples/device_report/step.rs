@@ -83,19 +83,14 @@ pub(crate) fn run(gpu: &Gpu, case: &Case) -> Result<Errors, Failure> {
 
 impl<'a> Rig<'a> {
     fn new(gpu: &'a Gpu, case: &Case, tokens: u32, sequences: u32) -> Result<Self, Failure> {
-        let shape = ModelShape {
-            num_layers: NUM_LAYERS,
-            num_query_heads: KV_HEADS * case.ratio,
-            num_kv_heads: KV_HEADS,
-            head_dim: case.head_dim,
-        };
+        let shape = ModelShape::new(NUM_LAYERS, KV_HEADS * case.ratio, KV_HEADS, case.head_dim);
         // Twice the longest sequence: room for all of them.
         let config = CacheConfig::for_context(tokens, 2, &shape, case.kv_type)?
             .with_block_size(case.block_size)?
             .with_max_sequences(sequences)?;
         // So many workgroups that long rows are split on every adapter.
         let options = AttentionOptions::default().allow_subgroups(case.subgroups).target_workgroups(512);
-        let attention = PagedAttention::with_options(&gpu.device, shape, config, options)?;
+        let attention = PagedAttention::with_options(&gpu.device, shape.clone(), config.clone(), options)?;
         let mut twin = CpuCache::new(&shape, &config);
         twin.words_mut().fill(NAN_WORD);
         Ok(Self { gpu, shape, attention, kv: KvCache::new(config), twin, random: Random(1) })
@@ -138,8 +133,8 @@ impl<'a> Rig<'a> {
 
     /// Elements of a query's and of a key's row.
     fn row_lens(&self) -> [usize; 2] {
-        let ModelShape { num_query_heads, num_kv_heads, head_dim, .. } = self.shape;
-        [num_query_heads, num_kv_heads].map(|heads| (heads * head_dim) as usize)
+        let shape = &self.shape;
+        [shape.num_query_heads(), shape.num_kv_heads()].map(|heads| (heads * shape.head_dim()) as usize)
     }
 
     /// Table changes, copies and appends of a step, on the twin.
@@ -182,18 +177,18 @@ impl<'a> Rig<'a> {
 
     /// Largest error of one sequence's rows against the f64 attention over what the twin holds.
     fn dense_error(&self, plan: &StepPlan, tensors: &Tensors, output: &[f32], sequence: usize) -> f64 {
-        let ModelShape { num_query_heads, num_kv_heads, head_dim, .. } = self.shape;
         let [query_len, _] = self.row_lens();
         let rows = plan.query_starts()[sequence] as usize..plan.query_starts()[sequence + 1] as usize;
         let elements = rows.start * query_len..rows.end * query_len;
         let table_row = plan.table_rows()[sequence];
         let (keys, values) = self.twin.gather(NUM_LAYERS - 1, table_row, plan.context_lens()[sequence]);
+        let head_dim = self.shape.head_dim();
         let expected = dense_attention(&DenseInputs {
             query: &tensors.query[elements.clone()],
             keys: &keys,
             values: &values,
-            num_query_heads,
-            num_kv_heads,
+            num_query_heads: self.shape.num_query_heads(),
+            num_kv_heads: self.shape.num_kv_heads(),
             k_head_dim: head_dim,
             v_head_dim: head_dim,
             scale: 1.0 / f64::from(head_dim).sqrt(),

@@ -91,7 +91,8 @@ impl<'a> Batch<'a> {
         let sequences: Vec<_> = prompts.iter().map(|prompt| (longest(prompt), prompt.samples)).collect();
         let session = session_options(options, config, &sequences)?;
         // A scheduler without a model tells whether every prompt can run.
-        let mut scheduler = Scheduler::new(session.scheduler, session.cache).map_err(RunError::from)?;
+        let mut scheduler =
+            Scheduler::new(session.scheduler, session.cache.clone()).map_err(RunError::from)?;
         for prompt in &prompts {
             let added = scheduler.add(prompt.request());
             added.map_err(|error| Failure::input(format!("prompt {}: {error}", prompt.index)))?;
@@ -102,7 +103,7 @@ impl<'a> Batch<'a> {
     /// Runs the prompts and shows what comes out.
     pub(crate) fn run(&self, engine: &mut Engine, adapter: &str) -> Result<(), Failure> {
         let tokenizer = self.tokenizer.as_ref();
-        let mut session = engine.session(self.session)?;
+        let mut session = engine.session(self.session.clone())?;
         let mut printed = Ok(());
         if self.options.json {
             session.run(&self.prompts, |event, outcome| {

@@ -54,7 +54,7 @@ impl<'a> Chat<'a> {
 
     /// Talks until standard input ends.
     pub(crate) fn run(&self, engine: &mut Engine, adapter: &str) -> Result<(), Failure> {
-        let mut session = engine.session(self.session)?;
+        let mut session = engine.session(self.session.clone())?;
         let mut spoken: Option<Spoken> = None;
         let mut turn = 0;
         while let Some(words) = read_turn()? {

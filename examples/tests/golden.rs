@@ -362,7 +362,10 @@ impl Runner {
             .sum();
         let options = self.options(Setup { num_blocks: setup.num_blocks.max(needed), ..setup }, 8);
         let outcomes = if setup.alone {
-            prompts.iter().flat_map(|prompt| self.run(std::slice::from_ref(prompt), options).0).collect()
+            prompts
+                .iter()
+                .flat_map(|prompt| self.run(std::slice::from_ref(prompt), options.clone()).0)
+                .collect()
         } else {
             self.run(&prompts, options).0
         };
@@ -594,13 +597,13 @@ impl Runner {
         let mut options = self.options(BASE, 0);
         options.sampler = Sampler { temperature: 0.8, seed: 7 };
         let prompt = Prompt { samples: 4, ..self.prompt(1, 24) };
-        let (together, _) = self.run(std::slice::from_ref(&prompt), options);
+        let (together, _) = self.run(std::slice::from_ref(&prompt), options.clone());
         assert_eq!(together.len(), 4);
         let distinct: std::collections::HashSet<_> = together.iter().map(|outcome| &outcome.tokens).collect();
         assert!(distinct.len() > 1, "samples at 0.8 are all equal");
         for outcome in &together {
             let prompt = Prompt { samples: 1, first_sample: outcome.sample, ..prompt.clone() };
-            let (alone, _) = self.run(&[prompt], options);
+            let (alone, _) = self.run(&[prompt], options.clone());
             assert_eq!(alone[0].tokens, outcome.tokens, "sample {} alone", outcome.sample);
         }
     }

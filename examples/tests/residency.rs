@@ -126,7 +126,7 @@ fn a_scheduler_that_waits_for_blocks_on_their_way_has_not_ended() {
         preemption: PreemptionMode::Swap,
         ..SchedulerConfig::default()
     };
-    let mut scheduler = Scheduler::new(config, cache).unwrap();
+    let mut scheduler = Scheduler::new(config, cache.clone()).unwrap();
     for token in [1, 2] {
         scheduler.add(Request::new(vec![token; 3 * BLOCK as usize]).max_new_tokens(3 * BLOCK)).unwrap();
     }

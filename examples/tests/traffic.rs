@@ -182,7 +182,7 @@ fn what_two_requests_have_in_common_is_a_prefix_of_both() {
 /// A quarter of an hour in a pool of half the size, so that every policy is put to use.
 #[test]
 fn whoever_serves_everybody_is_answered_and_blocks_leave_nobody_outside_without_need() {
-    let shape = ModelShape { num_layers: 1, num_query_heads: 1, num_kv_heads: 1, head_dim: 32 };
+    let shape = ModelShape::new(1, 1, 1, 32);
     let cache = CacheConfig::for_blocks(1024, &shape, KvType::F16)
         .and_then(|cache| cache.with_max_sequences(MAX_SEQUENCES))
         .and_then(|cache| cache.with_max_sequence_tokens(CONTEXT))

@@ -97,7 +97,7 @@ impl Ledger {
             let samples = live.samples.iter().enumerate().filter(|(_, preemptions)| preemptions.is_some());
             samples.map(move |(sample, _)| never(live, sample))
         });
-        u64::from(promised.sum::<u32>() * layout.block_size)
+        u64::from(promised.sum::<u32>() * layout.block_size())
     }
 
     /// Judges a step that left somebody at the door: nobody was preempted for it. With `arriving`, blocks are on their
@@ -131,7 +131,7 @@ impl Ledger {
         let layout = scheduler.cache().config().layout();
         let need = |live: &Live| {
             let job = &jobs[live.job];
-            let full = job.prompt_len() / layout.block_size;
+            let full = job.prompt_len() / layout.block_size();
             let most = layout.blocks_for(job.prompt_len() + MAX_NEW_TOKENS);
             // One more for the copy of a block shared with a branch's parent.
             full + live.samples.len() as u32 * (most - full) + u32::from(job.parent.is_some())
@@ -166,7 +166,7 @@ impl Ledger {
         let (len, computed, bound) = lengths(door.first);
         // What is computed of one that waits may be in the host pool, and comes back as a whole. A branch shares it otherwise.
         let moves = self.config.preemption != PreemptionMode::Recompute;
-        let held = if moves { 0 } else { computed / layout.block_size };
+        let held = if moves { 0 } else { computed / layout.block_size() };
         let own = layout.blocks_for(bound.unwrap_or(len)) - held.max(door.shared);
         own + crowd.running.iter().map(owed).sum::<u32>()
     }

@@ -31,7 +31,7 @@ use generator::Traffic;
 use parameters::{CONTEXT, MAX_ANSWERS, MAX_SEQUENCES, POOL_TOKENS};
 
 /// The model that the pool is for, Llama 3 8B: it gives the bytes their size, and nothing else.
-const SHAPE: ModelShape = ModelShape { num_layers: 32, num_query_heads: 32, num_kv_heads: 8, head_dim: 128 };
+const SHAPE: ModelShape = ModelShape::new(32, 32, 8, 128);
 
 /// Serves a day of made-up chat traffic from one pool of keys and values, laid out in extents, in blocks, and in shared blocks.
 #[derive(Debug, Parser)]

@@ -116,7 +116,8 @@ pub(crate) struct Paging<'a> {
 
 impl<'a> Paging<'a> {
     pub(crate) fn new(traffic: &'a Traffic, policy: Policy, cache: CacheConfig) -> Result<Self, Error> {
-        let cache = if policy.swaps() { cache.with_host_blocks(cache.num_blocks())? } else { cache };
+        let host_blocks = cache.num_blocks();
+        let cache = if policy.swaps() { cache.with_host_blocks(host_blocks)? } else { cache };
         let mut scheduler = Scheduler::new(policy.config, cache)?;
         scheduler.set_rates(RATES);
         Ok(Self {

@@ -177,7 +177,8 @@ fn serve_one(traffic: &Traffic, cache: &CacheConfig, system: &System) -> Result<
         }
         Layout::Blocks(policy) => {
             let is_long = system.table == Table::Classes;
-            let cache = if is_long { cache.with_max_sequence_tokens(LONG_CONTEXT)? } else { *cache };
+            let cache = cache.clone();
+            let cache = if is_long { cache.with_max_sequence_tokens(LONG_CONTEXT)? } else { cache };
             serve(traffic, &mut Paging::new(traffic, policy, cache)?)
         }
     })

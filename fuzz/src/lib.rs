@@ -33,7 +33,7 @@ use simulation::twin_device::TwinDevice;
 /// Most operations of a history.
 const MOST: usize = 300;
 
-const SHAPE: ModelShape = ModelShape { num_layers: 1, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
+const SHAPE: ModelShape = ModelShape::new(1, 2, 1, 8);
 
 /// A scheduler of any configuration, on a device that keeps tokens.
 pub fn scheduler(data: &[u8]) {
@@ -66,7 +66,8 @@ fn run<D: Device>(data: &[u8], shape: ModelShape, swaps: bool) {
         if config.admission == Admission::Guaranteed {
             config.admission = Admission::Overcommitted { watermark_blocks: 0 };
         }
-        cache = cache.with_host_blocks(cache.host_blocks().max(4)).unwrap();
+        let host_blocks = cache.host_blocks().max(4);
+        cache = cache.with_host_blocks(host_blocks).unwrap();
     }
     let mut world = World::<D>::new(config, cache);
     let strategy = operations();

@@ -38,12 +38,7 @@ pub struct Case {
 impl Case {
     /// The shape.
     pub fn shape(&self) -> ModelShape {
-        ModelShape {
-            num_layers: self.num_layers,
-            num_query_heads: self.num_query_heads,
-            num_kv_heads: self.num_kv_heads,
-            head_dim: self.head_dim,
-        }
+        ModelShape::new(self.num_layers, self.num_query_heads, self.num_kv_heads, self.head_dim)
     }
 
     /// Rows of the step.
@@ -112,7 +107,7 @@ impl<'a> BenchCache<'a> {
     pub fn new(gpu: &'a Gpu, case: Case, placement: Placement) -> Result<Self, Failure> {
         let config = case.config()?;
         let options = placement.apply(AttentionOptions::default(), config.num_blocks());
-        let mut attention = PagedAttention::with_options(&gpu.device, case.shape(), config, options)?;
+        let mut attention = PagedAttention::with_options(&gpu.device, case.shape(), config.clone(), options)?;
         let rows = case.rows().max(FILL_ROWS);
         let (query_len, kv_len) = (case.num_query_heads * case.head_dim, case.num_kv_heads * case.head_dim);
         let [query, key, value] = [(query_len, 1), (kv_len, 2), (kv_len, 3)]
@@ -131,7 +126,8 @@ impl<'a> BenchCache<'a> {
         if placement != Placement::Contiguous {
             shuffle(&mut kv)?;
         }
-        let tables = case.sequences.iter().map(|_| kv.create(config.max_sequence_tokens()));
+        let max_tokens = kv.config().max_sequence_tokens();
+        let tables = case.sequences.iter().map(|_| kv.create(max_tokens));
         let tables = tables.collect::<Result<Vec<_>, _>>()?;
         let work = WorkSplit::default();
         let mut cache =

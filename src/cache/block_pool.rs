@@ -17,11 +17,12 @@ use crate::ids::BlockId;
 
 const NONE: u32 = u32::MAX;
 /// One list per retention, that of pinned content for what is pinned for a limited time; then what is pinned for ever,
-/// and the free list.
-const NUM_LISTS: usize = Retention::COUNT + 2;
+/// what no likely hit needs, and the free list.
+const NUM_LISTS: usize = Retention::COUNT + 3;
 const RETAINED: usize = Retention::Pinned as usize;
 const FOR_EVER: usize = Retention::COUNT;
-const FREE: usize = Retention::COUNT + 1;
+const LOOSE_CONTENT: usize = Retention::COUNT + 1;
+const FREE: usize = Retention::COUNT + 2;
 /// Set in a block's flags while a copy of the outstanding step reads it, or a return fills it.
 const PINNED: u8 = 1 << 7;
 /// Set while the prefix cache knows the block; the lower bits are its retention then.
@@ -30,7 +31,9 @@ const CACHED: u8 = 1 << 6;
 const SHELVED: u8 = 1 << 5;
 /// Set while the prefix cache knows the block and keeps it for a limited time.
 const LIMITED: u8 = 1 << 4;
-const RETENTION: u8 = LIMITED - 1;
+/// Set while no likely hit needs a block that the prefix cache knows.
+const LOOSE: u8 = 1 << 3;
+const RETENTION: u8 = LOOSE - 1;
 
 #[derive(Clone, Copy, Debug)]
 struct Links {
@@ -106,7 +109,7 @@ impl BlockPool {
 
     /// Blocks without a holder that the prefix cache knows, pinned content apart.
     pub(super) fn num_evictable(&self) -> u32 {
-        self.lists[..RETAINED].iter().map(|list| list.len).sum()
+        self.lists[LOOSE_CONTENT].len + self.lists[..RETAINED].iter().map(|list| list.len).sum::<u32>()
     }
 
     /// Blocks without a holder that are kept although others need blocks.
@@ -240,28 +243,29 @@ impl BlockPool {
         self.promised.get(block.0 as usize).copied().unwrap_or(0)
     }
 
-    /// A promised table holds `block` from now on.
-    pub(super) fn promise(&mut self, block: BlockId) {
+    /// A promised table holds `block` from now on. What it holds `alone`, it has been promised whether others hold it as
+    /// well or not: windows move on.
+    pub(super) fn promise(&mut self, block: BlockId, alone: bool) {
         if self.promised.is_empty() {
             self.promised.resize(self.ref_counts.len(), 0);
         }
         let count = &mut self.promised[block.0 as usize];
         *count += 1;
-        self.promises.entries += 1;
+        self.promises.entries += u64::from(!alone);
         if *count == 1 {
-            self.promises.held += 1;
+            self.promises.held += u32::from(!alone);
             self.promises.pinned -= u32::from(self.is_pinned_content(block));
         }
     }
 
     /// A promised table does not hold `block` any more.
-    pub(super) fn unpromise(&mut self, block: BlockId) {
+    pub(super) fn unpromise(&mut self, block: BlockId, alone: bool) {
         let count = &mut self.promised[block.0 as usize];
         debug_assert!(*count > 0, "{block:?} is promised to no table");
         *count = count.saturating_sub(1);
-        self.promises.entries -= 1;
+        self.promises.entries -= u64::from(!alone);
         if *count == 0 {
-            self.promises.held -= 1;
+            self.promises.held -= u32::from(!alone);
             self.promises.pinned += u32::from(self.is_pinned_content(block));
         }
     }
@@ -290,12 +294,23 @@ impl BlockPool {
     /// to the one of its retention.
     pub(super) fn set_cached(&mut self, block: BlockId, retention: Retention, limited: bool) {
         let limited = if limited { LIMITED } else { 0 };
-        self.reshelve(block, |flags| (flags & !(RETENTION | LIMITED)) | CACHED | limited | retention as u8);
+        let replaced = RETENTION | LIMITED | if retention == Retention::Pinned { LOOSE } else { 0 };
+        self.reshelve(block, |flags| (flags & !replaced) | CACHED | limited | retention as u8);
     }
 
     /// The prefix cache has forgotten the block: without a holder it is free.
     pub(super) fn set_uncached(&mut self, block: BlockId) {
-        self.reshelve(block, |flags| flags & !(RETENTION | LIMITED | CACHED));
+        self.reshelve(block, |flags| flags & !(RETENTION | LOOSE | LIMITED | CACHED));
+    }
+
+    /// Whether a block that the prefix cache knows is to go before all others: no likely hit needs it. What is pinned is
+    /// never loose.
+    pub(super) fn set_loose(&mut self, block: BlockId, loose: bool) {
+        let flags = self.flags[block.0 as usize];
+        let loose = loose && self.is_cached(block) && !self.is_pinned_content(block);
+        if loose != (flags & LOOSE != 0) {
+            self.reshelve(block, |flags| if loose { flags | LOOSE } else { flags & !LOOSE });
+        }
     }
 
     /// The block to give up next, if pinned content must go: what is pinned for a limited time, the oldest first.
@@ -305,7 +320,7 @@ impl BlockPool {
 
     /// The block to evict next, pinned content apart.
     pub(super) fn oldest_evictable(&self) -> Option<BlockId> {
-        (0..RETAINED).find_map(|list| self.oldest(list))
+        self.oldest(LOOSE_CONTENT).or_else(|| (0..RETAINED).find_map(|list| self.oldest(list)))
     }
 
     // Lists.
@@ -319,6 +334,7 @@ impl BlockPool {
         let flags = self.flags[block.0 as usize];
         match usize::from(flags & RETENTION) {
             _ if flags & CACHED == 0 => FREE,
+            _ if flags & LOOSE != 0 => LOOSE_CONTENT,
             RETAINED if flags & LIMITED == 0 => FOR_EVER,
             retention => retention,
         }
@@ -367,16 +383,17 @@ impl BlockPool {
     }
 
     /// Panics when counts, lists and pins disagree; `expected` are the reference counts that the tables imply, `promised`
-    /// those of promised tables alone.
-    pub(super) fn assert_consistent(&self, expected: &[u32], promised: &[u32]) {
+    /// those of promised tables, and of which blocks each holder is promised its own.
+    pub(super) fn assert_consistent(&self, expected: &[u32], promised: &[u32], alone: &[bool]) {
         assert_eq!(self.ref_counts, expected, "I2: reference counts differ from the number of tables");
         let counted: Vec<u32> =
             (0..self.num_blocks()).map(|block| self.promised_holders(BlockId(block))).collect();
         assert_eq!(counted, promised, "I8: promised holders differ from the number of promised tables");
         let pinned = |&block: &u32| promised[block as usize] == 0 && self.is_pinned_content(BlockId(block));
+        let shared = || promised.iter().zip(alone).filter(|&(_, &alone)| !alone);
         let counted = PromisedBlocks {
-            entries: promised.iter().copied().map(u64::from).sum(),
-            held: promised.iter().filter(|&&count| count > 0).count() as u32,
+            entries: shared().map(|(&count, _)| u64::from(count)).sum(),
+            held: shared().filter(|&(&count, _)| count > 0).count() as u32,
             pinned: (0..self.num_blocks()).filter(pinned).count() as u32,
         };
         assert_eq!(self.promises, counted, "I8: what promised tables hold is miscounted");

@@ -8,7 +8,7 @@
 //! A timing wheel would make a change O(1), but times to live are any number of 32 bits, and blocks are given up far less
 //! often than steps look.
 
-use crate::ids::BlockId;
+use crate::cache::prefix_cache::NodeId;
 
 const NONE: u32 = u32::MAX;
 
@@ -27,12 +27,12 @@ pub(super) struct ExpiryQueue {
 }
 
 impl ExpiryQueue {
-    pub(super) fn new(num_blocks: u32) -> Self {
-        Self { heap: Vec::new(), places: vec![NONE; num_blocks as usize] }
+    pub(super) fn new(num_nodes: u32) -> Self {
+        Self { heap: Vec::new(), places: vec![NONE; num_nodes as usize] }
     }
 
     /// The block's time has passed at step `due`, whatever was said of it before.
-    pub(super) fn set(&mut self, block: BlockId, due: u64) {
+    pub(super) fn set(&mut self, block: NodeId, due: u64) {
         let entry = Entry { due, block: block.0 };
         let place = match self.places[block.0 as usize] {
             NONE => {
@@ -45,13 +45,13 @@ impl ExpiryQueue {
     }
 
     /// Takes out a block whose time had passed at step `now` when it was last given up.
-    pub(super) fn pop_due(&mut self, now: u64) -> Option<BlockId> {
+    pub(super) fn pop_due(&mut self, now: u64) -> Option<NodeId> {
         let first = *self.heap.first().filter(|entry| entry.due <= now)?;
         self.places[first.block as usize] = NONE;
         if let Some(last) = self.heap.pop().filter(|last| last.block != first.block) {
             self.settle(0, last);
         }
-        Some(BlockId(first.block))
+        Some(NodeId(first.block))
     }
 
     /// Puts `entry` in order, from `place` on, whose own entry it replaces.
@@ -101,7 +101,7 @@ mod tests {
         for now in 0..2000u64 {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let (block, ttl) = ((random >> 58) as usize, (random >> 40) % 50);
-            queue.set(BlockId(block as u32), now + ttl);
+            queue.set(NodeId(block as u32), now + ttl);
             due[block] = Some(now + ttl);
             queue.assert_consistent();
             while let Some(block) = queue.pop_due(now) {

@@ -4,7 +4,6 @@
 //! pool follows tokens that are gone. A table that is in the host pool altogether keeps what had arrived there.
 
 use crate::cache::KvCache;
-use crate::cache::prefix_cache::MissReason;
 use crate::ids::{BlockId, StepId, TableId};
 
 impl KvCache {
@@ -38,7 +37,7 @@ impl KvCache {
         }
         for row in 0..self.tables.len() {
             let table = &self.tables[row];
-            if table.live && !table.blocks.is_empty() {
+            if table.live && table.pool_blocks() > 0 {
                 self.empty(self.id_of(row));
             }
         }
@@ -62,24 +61,26 @@ impl KvCache {
 
     fn forget_all_prefixes(&mut self) {
         let Some(prefix) = &mut self.prefix else { return };
+        prefix.note_all_evictions();
         for block in (0..self.config.num_blocks()).map(BlockId) {
-            if prefix.is_registered(block) {
-                prefix.note_eviction(block, MissReason::Evicted);
+            if self.pool.is_cached(block) {
                 self.pool.set_uncached(block);
                 self.evictions += 1;
             }
         }
         prefix.clear();
+        self.nodes.clear();
     }
 }
 
 #[cfg(test)]
 mod tests {
     use crate::cache::{KvCache, Namespace};
-    use crate::config::{CacheConfig, KvType, ModelShape};
+    use crate::config::CacheConfig;
     use crate::ids::{TableId, TokenId};
+    use crate::model::{KvType, ModelShape};
 
-    const SHAPE: ModelShape = ModelShape { num_layers: 1, num_query_heads: 1, num_kv_heads: 1, head_dim: 8 };
+    const SHAPE: ModelShape = ModelShape::new(1, 1, 1, 8);
 
     /// One chain of `len` blocks of one token, and half as many again that branch off at its end.
     fn chain(len: u32, max_cached: Option<u32>) -> (KvCache, [TableId; 2]) {
@@ -98,7 +99,7 @@ mod tests {
     /// One step, after which the table holds `tokens`, of which it has the first `from`, and others can find them.
     fn grow(cache: &mut KvCache, table: TableId, tokens: &[TokenId], from: usize) {
         cache.begin_step();
-        cache.grow(table, (tokens.len() - from) as u32).expect("free blocks");
+        cache.grow_by(table, (tokens.len() - from) as u32).expect("free blocks");
         cache.finish_step();
         cache.register_prefix(table, &Namespace::default(), tokens).expect("tokens of the table");
     }
@@ -120,14 +121,15 @@ mod tests {
         let before = visits(&cache);
         forget(&mut cache, tables);
         // Nothing is promised without a scheduler.
-        cache.pool.assert_consistent(&counts(&cache), &vec![0; cache.config.num_blocks() as usize]);
+        let num_blocks = cache.config.num_blocks() as usize;
+        cache.pool.assert_consistent(&counts(&cache), &vec![0; num_blocks], &vec![false; num_blocks]);
         assert_eq!(cache.find_prefix(&Namespace::default(), &(0..2 * len).collect::<Vec<_>>()), 0);
         (visits(&cache) - before) as f64 / f64::from(len + len / 2)
     }
 
     fn counts(cache: &KvCache) -> Vec<u32> {
         let mut counts = vec![0; cache.config.num_blocks() as usize];
-        for block in cache.tables.iter().flat_map(|table| &table.blocks) {
+        for block in cache.tables.iter().flat_map(|table| &table.runs).flat_map(|run| &run.blocks) {
             counts[block.0 as usize] += 1;
         }
         counts
@@ -145,7 +147,7 @@ mod tests {
                 release(cache, tables);
                 let all = cache.create(2 * len).expect("a free table");
                 cache.begin_step();
-                cache.grow(all, 2 * len).expect("blocks that can be evicted");
+                cache.grow_by(all, 2 * len).expect("blocks that can be evicted");
             });
             let trim = visits_for_each(len, Some(0), release);
             assert_eq!(device, 0.0, "all at once");

@@ -86,8 +86,10 @@ impl HostPool {
         self.transfers.len()
     }
 
-    pub(super) fn is_arriving(&self, slot: HostSlot) -> bool {
-        self.slots[slot.0 as usize].arriving
+    /// Whether a slot's content has not arrived, or is being read.
+    pub(super) fn is_moving(&self, slot: HostSlot) -> bool {
+        let Slot { arriving, leaving, .. } = self.slots[slot.0 as usize];
+        arriving || leaving
     }
 
     /// Tables that hold a slot.
@@ -121,9 +123,9 @@ impl HostPool {
         Some(slot)
     }
 
-    /// Starts a slot's way back in `step`; no table holds it any more.
-    pub(super) fn fetch(&mut self, step: StepId, slot: HostSlot) {
-        self.slots[slot.0 as usize].ref_count = 0;
+    /// Starts a slot's way back in `step`, for `holders` tables that hold it no more.
+    pub(super) fn fetch(&mut self, step: StepId, slot: HostSlot, holders: u32) {
+        self.slots[slot.0 as usize].ref_count -= holders;
         self.slots[slot.0 as usize].leaving = true;
         self.transfer(step).ins.push(slot);
     }
@@ -133,10 +135,10 @@ impl HostPool {
         self.transfer(step).tables.push(table);
     }
 
-    /// A dropped step's slot is held by `holders` tables again; by nobody, it is free.
+    /// A dropped step's slot is held by `holders` tables more; by nobody, it is free.
     pub(super) fn unfetch(&mut self, slot: HostSlot, holders: u32) {
         self.slots[slot.0 as usize].leaving = false;
-        self.slots[slot.0 as usize].ref_count = holders;
+        self.slots[slot.0 as usize].ref_count += holders;
         self.free_if_idle(slot);
     }
 

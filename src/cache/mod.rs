@@ -20,9 +20,14 @@ mod block_pool;
 mod block_state;
 mod block_table;
 mod consistency;
+mod evicting;
 mod expiry;
 mod forget;
+mod holdings;
 mod host_pool;
+mod keep;
+mod lane;
+mod node_blocks;
 mod prefix_cache;
 mod sharing;
 mod stats;
@@ -37,8 +42,11 @@ pub(crate) use block_pool::PromisedBlocks;
 pub use block_state::BlockState;
 use block_table::BlockTable;
 use host_pool::HostPool;
+pub(crate) use keep::RetainRange;
+use lane::Lane;
+use node_blocks::NodeBlocks;
 use prefix_cache::PrefixCache;
-pub(crate) use prefix_cache::{Keep, PrefixMatch};
+pub(crate) use prefix_cache::PrefixMatch;
 pub use prefix_cache::{MissReason, Namespace, Retention};
 pub use stats::CacheStats;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -73,7 +81,7 @@ pub struct BlockSwap {
 /// ```
 /// use paged_kv::{CacheConfig, KvCache, KvType, ModelShape, StepBuilder};
 ///
-/// let shape = ModelShape { num_layers: 2, num_query_heads: 4, num_kv_heads: 2, head_dim: 32 };
+/// let shape = ModelShape::new(2, 4, 2, 32);
 /// let mut cache = KvCache::new(CacheConfig::for_blocks(8, &shape, KvType::F16)?.with_block_size(4)?);
 /// let table = cache.create(20)?;
 ///
@@ -93,10 +101,14 @@ pub struct BlockSwap {
 pub struct KvCache {
     config: CacheConfig,
     instance: u64,
+    lanes: Vec<Lane>,
+    /// Tokens of a node of the prefix cache.
+    node_tokens: u32,
     pool: BlockPool,
     prefix: Option<PrefixCache>,
+    nodes: NodeBlocks,
     max_cached_blocks: u32,
-    reserved: u32,
+    rows_at_most: u32,
     host: Option<HostPool>,
     tables: Vec<BlockTable>,
     free_rows: Vec<u32>,
@@ -128,16 +140,22 @@ impl KvCache {
     pub fn new(config: CacheConfig) -> Self {
         static INSTANCES: AtomicU64 = AtomicU64::new(1);
         let max_sequences = config.max_sequences();
+        let stacks = config.stacks();
+        let node_tokens = stacks.iter().map(|stack| stack.block_size).max().unwrap_or(1);
+        let lanes = Lane::of(&stacks, node_tokens);
         Self {
-            config,
+            nodes: NodeBlocks::new(&lanes, node_tokens),
+            lanes,
+            node_tokens,
             instance: INSTANCES.fetch_add(1, Ordering::Relaxed),
             pool: BlockPool::new(config.num_blocks()),
             tables: (0..max_sequences).map(|_| BlockTable::default()).collect(),
             free_rows: (0..max_sequences).rev().collect(),
             prefix: None,
             max_cached_blocks: 0,
-            reserved: 0,
+            rows_at_most: u32::MAX,
             host: (config.host_blocks() > 0).then(|| HostPool::new(config.host_blocks())),
+            config,
             journal: Vec::new(),
             step_tables: Vec::new(),
             step_outs: Vec::new(),
@@ -184,7 +202,7 @@ impl KvCache {
         }
         let no_free = CacheError::NoFreeTable { max_sequences: self.config.max_sequences() };
         let row = self.free_rows.pop().ok_or(no_free)?;
-        self.tables[row as usize].open(max_tokens, self.config.layout().blocks_for(max_tokens));
+        self.tables[row as usize].open(&self.lanes, max_tokens);
         Ok(self.id_of(row as usize))
     }
 
@@ -193,7 +211,8 @@ impl KvCache {
     /// Nothing is copied: blocks are shared, and whoever first writes into a shared last block copies that one.
     ///
     /// # Errors
-    /// [`CacheError::BeyondLength`] when `at` exceeds the parent's length, [`CacheError::InStep`] when the outstanding
+    /// [`CacheError::BeyondLength`] when `at` exceeds the parent's length, [`CacheError::BehindWindow`] when a window has
+    /// left behind what the next row would see, [`CacheError::InStep`] when the outstanding
     /// step writes through the parent, as [`create`](Self::create), and for the parent as [`len`](Self::len).
     ///
     /// # Complexity
@@ -203,44 +222,91 @@ impl KvCache {
         if at > len {
             return Err(CacheError::BeyondLength { tokens: at, len });
         }
-        let child = self.create(max_tokens.max(at))?;
-        let shared = self.config.layout().blocks_for(at) as usize;
-        let (parent, child_row) = (parent.row as usize, child.row as usize);
-        let on_device = shared.min(self.tables[parent].blocks.len());
-        // Taken out, so that the blocks are copied in one piece.
-        let mut blocks = std::mem::take(&mut self.tables[child_row].blocks);
-        blocks.extend_from_slice(&self.tables[parent].blocks[..on_device]);
-        if !fault!(ForkUncounted) {
-            self.pool.retain_held(&blocks);
+        if !self.reaches(parent, at) {
+            return Err(self.behind_window(parent, at));
         }
-        self.tables[child_row].blocks = blocks;
-        for entry in 0..shared - on_device {
-            let slot = self.tables[parent].host[entry];
-            self.tables[child_row].host.push_back(slot);
+        let child = self.create(max_tokens.max(at))?;
+        for lane in 0..self.lanes.len() {
+            self.share_run(parent.row as usize, child.row as usize, lane, at);
+        }
+        let entries = self.tables[child.row as usize].runs[0].pool_end();
+        let most = match self.nodes.is_anchored() {
+            true => self.nodes.place_of(&self.lanes[0], entries),
+            false => at.div_ceil(self.node_tokens),
+        };
+        let registered = self.tables[parent.row as usize].registered.min(most);
+        if self.nodes.is_anchored() {
+            self.tables[child.row as usize].registered = registered;
+        } else {
+            (0..registered).for_each(|place| {
+                self.step_to(child.row as usize, self.node_at(parent.row as usize, place));
+            });
+        }
+        let len = if fault!(ForkKeepsLength) { self.tables[parent.row as usize].len } else { at };
+        self.tables[child.row as usize].len = len;
+        Ok(child)
+    }
+
+    /// A child's run in a lane is that of its parent, as far as `at` tokens reach.
+    fn share_run(&mut self, parent: usize, child: usize, lane: usize, at: u32) {
+        let end = self.lanes[lane].end_of(at);
+        // Taken out, so that the blocks are copied in one piece.
+        let mut run = std::mem::take(&mut self.tables[child].runs[lane]);
+        let source = &self.tables[parent].runs[lane];
+        let in_pool = (end.saturating_sub(source.first) as usize).min(source.blocks.len());
+        run.first = source.first;
+        run.blocks.extend_from_slice(&source.blocks[..in_pool]);
+        if !fault!(ForkUncounted) {
+            self.pool.retain_held(&run.blocks);
+        }
+        for &slot in source.host.iter().take(end.saturating_sub(source.pool_end()) as usize) {
+            run.host.push_back(slot);
             if let Some(host) = &mut self.host {
                 host.retain(slot);
             }
         }
-        let registered = self.tables[parent].registered.min(on_device as u32);
-        let borrowed = self.tables[parent].borrowed.filter(|&entry| (entry as usize) < on_device);
-        let at = if fault!(ForkKeepsLength) { len } else { at };
-        let child_table = &mut self.tables[child_row];
-        (child_table.len, child_table.registered, child_table.borrowed) = (at, registered, borrowed);
-        Ok(child)
+        run.borrowed = source.borrowed.filter(|&entry| entry < run.pool_end());
+        run.dirty_from = run.first;
+        self.tables[child].runs[lane] = run;
+    }
+
+    /// Stacks of layers, each with blocks of its own.
+    pub(crate) fn num_stacks(&self) -> u32 {
+        self.lanes.last().map_or(0, |lane| lane.stack + 1)
+    }
+
+    /// Whether a table has everything that rows after its first `len` tokens see: no window has left it behind.
+    pub(crate) fn reaches(&self, table: TableId, len: u32) -> bool {
+        let runs = &self.tables[table.row as usize].runs;
+        self.lanes.iter().zip(runs).all(|(lane, run)| run.first <= lane.first_of(len))
+    }
+
+    #[cold]
+    fn behind_window(&self, table: TableId, tokens: u32) -> CacheError {
+        let (mut below, mut shortest) = (tokens, self.tables[table.row as usize].len);
+        while shortest - below > 1 {
+            let middle = below + (shortest - below) / 2;
+            if self.reaches(table, middle) { shortest = middle } else { below = middle }
+        }
+        CacheError::BehindWindow { table, tokens, shortest }
     }
 
     /// Shortens a table to `len` tokens and gives back the blocks behind them, the last first.
     ///
     /// # Errors
-    /// [`CacheError::BeyondLength`] when it is shorter already, [`CacheError::InStep`] while a step writes through it, and
+    /// [`CacheError::BeyondLength`] when it is shorter already, [`CacheError::BehindWindow`] when a window has left behind
+    /// what the next row would see, [`CacheError::InStep`] while a step writes through it, and
     /// as [`len`](Self::len).
     pub fn truncate(&mut self, table: TableId, len: u32) -> Result<(), CacheError> {
         let current = self.idle(table)?.len;
         if len > current {
             return Err(CacheError::BeyondLength { tokens: len, len: current });
         }
+        if !self.reaches(table, len) {
+            return Err(self.behind_window(table, len));
+        }
         self.tables[table.row as usize].len = len;
-        self.shrink(table, self.config.layout().blocks_for(len));
+        self.shrink(table, len);
         Ok(())
     }
 
@@ -265,12 +331,18 @@ impl KvCache {
     pub(crate) fn set_max_tokens(&mut self, table: TableId, max_tokens: u32) -> Result<(), CacheError> {
         self.live(table)?;
         let max_tokens = max_tokens.min(self.config.max_sequence_tokens());
-        let max_blocks = self.config.layout().blocks_for(max_tokens);
         let table = &mut self.tables[table.row as usize];
         table.max_tokens = max_tokens.max(table.len);
-        table.max_blocks = max_blocks.max(table.num_blocks());
-        table.blocks.reserve((table.max_blocks as usize).saturating_sub(table.blocks.len()));
+        for (run, lane) in table.runs.iter_mut().zip(&self.lanes) {
+            let most = lane.most_blocks(table.max_tokens, 1) as usize;
+            run.blocks.reserve(most.saturating_sub(run.blocks.len()));
+        }
         Ok(())
+    }
+
+    /// Lengths at which others are likely to begin: blocks that a hit at the end of a sequence's input needs are kept.
+    pub(crate) fn expect_hits_at(&mut self, table: TableId, len: u32) {
+        self.tables[table.row as usize].likely_hits[1] = len;
     }
 
     /// Counts a table's blocks as promised from now on, or not any more.
@@ -282,8 +354,13 @@ impl KvCache {
         if !row.live || std::mem::replace(&mut row.promised, promised) == promised {
             return;
         }
-        for &block in &row.blocks {
-            if promised { self.pool.promise(block) } else { self.pool.unpromise(block) }
+        for (run, lane) in row.runs.iter().zip(&self.lanes) {
+            for &block in &run.blocks {
+                match promised {
+                    true => self.pool.promise(block, lane.slides()),
+                    false => self.pool.unpromise(block, lane.slides()),
+                }
+            }
         }
     }
 
@@ -297,48 +374,69 @@ impl KvCache {
         self.pool.promised_holders(block)
     }
 
-    /// Puts a block at the end of a table, which the pool counts as one of its holders already.
-    fn push_block(&mut self, row: usize, block: BlockId) {
-        self.tables[row].blocks.push(block);
+    /// Puts a block at the end of a table's run, which the pool counts as one of its holders already.
+    fn push_block(&mut self, row: usize, lane: usize, block: BlockId) {
+        self.tables[row].runs[lane].blocks.push(block);
         if self.tables[row].promised {
-            self.pool.promise(block);
+            self.pool.promise(block, self.lanes[lane].slides());
         }
     }
 
-    /// Takes the last block of a table off it; the block is still counted as held.
-    fn pop_block(&mut self, row: usize) -> Option<BlockId> {
-        let block = self.tables[row].blocks.pop()?;
+    /// Takes the last block of a table's run off it; the block is still counted as held.
+    fn pop_block(&mut self, row: usize, lane: usize) -> Option<BlockId> {
+        let block = self.tables[row].runs[lane].blocks.pop()?;
         if self.tables[row].promised {
-            self.pool.unpromise(block);
+            self.pool.unpromise(block, self.lanes[lane].slides());
         }
         Some(block)
     }
 
     /// Puts another block in the place of one of a table's; both are still counted as held.
-    fn replace_block(&mut self, row: usize, entry: u32, block: BlockId) -> BlockId {
-        let old = std::mem::replace(&mut self.tables[row].blocks[entry as usize], block);
+    fn replace_block(&mut self, row: usize, lane: usize, entry: u32, block: BlockId) -> BlockId {
+        let run = &mut self.tables[row].runs[lane];
+        let old = std::mem::replace(&mut run.blocks[(entry - run.first) as usize], block);
         if self.tables[row].promised {
-            self.pool.promise(block);
-            self.pool.unpromise(old);
+            self.pool.promise(block, self.lanes[lane].slides());
+            self.pool.unpromise(old, self.lanes[lane].slides());
         }
         old
     }
 
-    /// Releases the blocks from `num_blocks` on, the last first.
-    fn shrink(&mut self, table: TableId, num_blocks: u32) {
+    /// Entries of a table's run from `entry` on are gone, or hold other blocks than before.
+    fn mark_replaced(&mut self, row: usize, lane: usize, entry: u32) {
+        self.tables[row].runs[lane].mark_replaced(entry);
+        self.step_back(row, self.nodes.place_of(&self.lanes[lane], entry));
+    }
+
+    /// Releases the blocks that `len` tokens do not need, those of the last tokens first.
+    fn shrink(&mut self, table: TableId, len: u32) {
         let row = table.row as usize;
-        while self.tables[row].num_blocks() > num_blocks {
-            if let Some(slot) = self.tables[row].host.pop_back() {
+        while let Some(lane) = self.longest_run(row, len) {
+            if let Some(slot) = self.tables[row].runs[lane].host.pop_back() {
                 self.release_slot(slot);
-            } else if let Some(block) = self.pop_block(row) {
+            } else if let Some(block) = self.pop_block(row, lane) {
                 self.release_block(block);
                 if fault!(ReleasedTwice) {
                     self.release_block(block);
                 }
             }
         }
-        self.tables[row].mark_replaced(num_blocks as usize);
+        for (run, lane) in self.tables[row].runs.iter_mut().zip(&self.lanes) {
+            run.mark_replaced(lane.end_of(len));
+            if run.end() == run.first {
+                run.first = lane.first_of(len);
+                run.dirty_from = run.dirty_from.max(run.first);
+            }
+        }
+        self.step_back(row, len.div_ceil(self.node_tokens));
         self.trim_cached();
+    }
+
+    /// The run of a table whose last block has the latest tokens, of those that reach beyond `len` tokens.
+    fn longest_run(&self, row: usize, len: u32) -> Option<usize> {
+        let runs = self.tables[row].runs.iter().zip(&self.lanes).enumerate();
+        let beyond = runs.filter(|(_, (run, lane))| run.end() > run.first.max(lane.end_of(len)));
+        beyond.max_by_key(|(_, (run, lane))| lane.tokens_before(run.end() - 1)).map(|(lane, _)| lane)
     }
 
     /// A table lets go of a block. The only way to release one.
@@ -346,8 +444,8 @@ impl KvCache {
         if !self.pool.release(block) {
             self.poison("a block was released twice");
         }
-        if let Some(prefix) = self.prefix.as_mut().filter(|_| self.pool.is_idle(block)) {
-            prefix.begin_time(block, self.last_step.0);
+        if self.prefix.is_some() {
+            self.begin_time(block);
         }
     }
 
@@ -374,7 +472,7 @@ impl KvCache {
     /// # Errors
     /// [`CacheError::UnknownTable`] when it was released, [`CacheError::ForeignTable`] for another cache's.
     pub fn block_ids(&self, table: TableId) -> Result<&[BlockId], CacheError> {
-        Ok(&self.live(table)?.blocks)
+        Ok(&self.live(table)?.runs[0].blocks)
     }
 
     /// How many tables hold `block`: 0 for a free one, and for one that this cache does not have.
@@ -445,8 +543,6 @@ impl KvCache {
     /// # Complexity
     /// O(tables).
     pub fn stats(&self) -> CacheStats {
-        let layout = self.config.layout();
-        let block_size = u64::from(layout.block_size);
         let mut stats = CacheStats {
             num_blocks: self.pool.num_blocks(),
             free_blocks: self.pool.num_free(),
@@ -471,12 +567,14 @@ impl KvCache {
             stats.host_in_transfer_blocks = host.num_in_transfer();
         }
         for table in self.tables.iter().filter(|table| table.live) {
-            let on_device = table.len.min(table.blocks.len() as u32 * layout.block_size);
-            let used = layout.blocks_for(on_device);
+            let mut in_pool = table.len;
+            for (run, lane) in table.runs.iter().zip(&self.lanes).filter(|(run, _)| !run.host.is_empty()) {
+                in_pool = in_pool.min(lane.tokens_before(run.pool_end()));
+            }
             stats.num_tables += 1;
-            stats.tokens += u64::from(on_device);
-            stats.host_tokens += u64::from(table.len - on_device);
-            stats.tail_waste_tokens += u64::from(used) * block_size - u64::from(on_device);
+            stats.tokens += u64::from(in_pool);
+            stats.host_tokens += u64::from(table.len - in_pool);
+            stats.tail_waste_tokens += self.tail_waste_of(table);
         }
         stats
     }

@@ -18,6 +18,10 @@ use crate::ids::{BlockId, TokenId};
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hash, Hasher, RandomState};
 
+/// What some tokens after a certain history are known as: where a lane has everything, its block's number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct NodeId(pub(super) u32);
+
 const NONE: u32 = u32::MAX;
 /// Set in a parent that is a namespace.
 const ROOT: u32 = 1 << 31;
@@ -81,14 +85,6 @@ pub enum MissReason {
     Expired,
 }
 
-/// How long, and how well, a block is kept once nobody holds it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Keep {
-    pub(crate) retention: Retention,
-    /// Steps without use after which it is gone; `None` for ever.
-    pub(crate) ttl_steps: Option<u32>,
-}
-
 /// A time to live without an end, longer than any other.
 const FOR_EVER: u32 = u32::MAX;
 
@@ -142,31 +138,65 @@ struct Root {
 /// What is found of a prompt.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PrefixMatch {
-    /// Blocks that match in full, in order.
-    pub(crate) blocks: Vec<BlockId>,
-    /// A block whose first tokens match what follows, and how many do.
-    pub(crate) partial: Option<(BlockId, u32)>,
+    /// Nodes that match in full, in order.
+    pub(super) nodes: Vec<NodeId>,
+    /// A node whose first tokens match what follows, and how many do.
+    pub(super) partial: Option<(NodeId, u32)>,
+    /// What a table takes in each lane.
+    pub(super) runs: Vec<FoundRun>,
+    /// Tokens found.
+    pub(crate) num_tokens: u32,
     pub(crate) miss: MissReason,
 }
 
+/// What a match has in one lane.
+#[derive(Clone, Debug, Default)]
+pub(super) struct FoundRun {
+    pub(super) first: u32,
+    /// Blocks, in order; behind those of nodes that match in full come those of one that matches in part.
+    pub(super) blocks: Vec<BlockId>,
+    /// Those that nodes which match in full have.
+    pub(super) num_full: u32,
+}
+
 impl PrefixMatch {
-    pub(crate) fn clear(&mut self) {
-        self.blocks.clear();
-        self.partial = None;
-        self.miss = MissReason::None;
+    /// Nodes that match in full.
+    pub(crate) fn num_nodes(&self) -> u32 {
+        self.nodes.len() as u32
     }
 
-    /// Tokens found.
-    pub(crate) fn num_tokens(&self, block_size: u32) -> u32 {
-        self.blocks.len() as u32 * block_size + self.partial.map_or(0, |(_, rows)| rows)
+    /// Blocks of nodes that match in full.
+    pub(crate) fn num_full_blocks(&self) -> u32 {
+        self.runs.iter().map(|run| run.num_full).sum()
+    }
+
+    /// All blocks, sorted.
+    pub(crate) fn sorted_blocks(&self) -> Vec<BlockId> {
+        let mut blocks: Vec<BlockId> = self.runs.iter().flat_map(|run| run.blocks.iter().copied()).collect();
+        blocks.sort_unstable();
+        blocks
+    }
+
+    /// Leaves out what matches in part. Returns whether there was any.
+    pub(crate) fn drop_partial(&mut self) -> bool {
+        let Some((_, rows)) = self.partial.take() else { return false };
+        self.num_tokens -= rows;
+        self.runs.iter_mut().for_each(|run| run.blocks.truncate(run.num_full as usize));
+        true
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.nodes.clear();
+        self.runs.iter_mut().for_each(|run| run.blocks.clear());
+        (self.partial, self.num_tokens, self.miss) = (None, 0, MissReason::None);
     }
 }
 
-/// Bytes per block: 32 for the node, 4 for its place among those with a limited time, 4 to 8 for the buckets, 1 for what
-/// was evicted, and its tokens.
+/// Bytes per node: 32 for itself, 4 for its place among those with a limited time, 4 to 8 for the buckets, 1 for what was
+/// evicted, and its tokens.
 #[derive(Debug)]
 pub(super) struct PrefixCache {
-    block_size: usize,
+    node_tokens: usize,
     state: RandomState,
     /// Every hash is this one: what a test of collisions asks for.
     constant_hash: Option<u64>,
@@ -187,22 +217,22 @@ pub(super) struct PrefixCache {
 }
 
 impl PrefixCache {
-    /// `num_blocks` is below 2^31.
-    pub(super) fn new(num_blocks: u32, block_size: u32) -> Self {
-        debug_assert!(num_blocks < ROOT, "a block cannot be told from a root");
-        let num_buckets = num_blocks.next_power_of_two() as usize;
+    /// `max_nodes`, of `node_tokens` tokens each, is below 2^31.
+    pub(super) fn new(max_nodes: u32, node_tokens: u32) -> Self {
+        debug_assert!(max_nodes < ROOT, "a node cannot be told from a root");
+        let num_buckets = max_nodes.next_power_of_two() as usize;
         Self {
-            block_size: block_size as usize,
+            node_tokens: node_tokens as usize,
             state: RandomState::new(),
             constant_hash: None,
-            nodes: vec![UNREGISTERED; num_blocks as usize],
-            tokens: vec![0; num_blocks as usize * block_size as usize],
+            nodes: vec![UNREGISTERED; max_nodes as usize],
+            tokens: vec![0; max_nodes as usize * node_tokens as usize],
             buckets: vec![NONE; num_buckets],
             roots: Vec::new(),
             free_roots: Vec::new(),
             root_of: HashMap::new(),
             evicted: vec![0; (num_buckets / 4).max(64)],
-            expiries: ExpiryQueue::new(num_blocks),
+            expiries: ExpiryQueue::new(max_nodes),
             num_nodes: 0,
             #[cfg(test)]
             visits: std::cell::Cell::default(),
@@ -214,7 +244,7 @@ impl PrefixCache {
         self.constant_hash = hash;
     }
 
-    pub(super) fn is_registered(&self, block: BlockId) -> bool {
+    pub(super) fn is_node(&self, block: NodeId) -> bool {
         self.nodes[block.0 as usize].parent != NONE
     }
 
@@ -239,7 +269,7 @@ impl PrefixCache {
 
     /// Brings the hashes of a sequence's full blocks up to date: those of `tokens` that `hashes` does not have yet.
     pub(super) fn extend_hashes(&self, namespace: &Namespace, tokens: &[TokenId], hashes: &mut Vec<u64>) {
-        let full = tokens.chunks_exact(self.block_size);
+        let full = tokens.chunks_exact(self.node_tokens);
         for chunk in full.skip(hashes.len()) {
             let parent = hashes.last().copied().unwrap_or_else(|| self.root_hash(namespace));
             hashes.push(self.child_hash(parent, chunk));
@@ -248,68 +278,72 @@ impl PrefixCache {
 
     // Finding.
 
+    /// The tokens that a hit may cover: all but the last one, which has to be computed for its logits.
+    pub(super) fn findable(tokens: &[TokenId]) -> &[TokenId] {
+        let limit =
+            if fault!(FullHitComputesNothing) { tokens.len() } else { tokens.len().saturating_sub(1) };
+        &tokens[..limit]
+    }
+
     fn node(&self, block: u32) -> &Node {
         &self.nodes[block as usize]
     }
 
-    pub(super) fn tokens_of(&self, block: BlockId) -> &[TokenId] {
-        &self.tokens[block.0 as usize * self.block_size..][..self.block_size]
+    pub(super) fn tokens_of(&self, block: NodeId) -> &[TokenId] {
+        &self.tokens[block.0 as usize * self.node_tokens..][..self.node_tokens]
     }
 
     fn bucket(&self, hash: u64) -> usize {
         hash as usize & (self.buckets.len() - 1)
     }
 
-    fn find(&self, hash: u64, parent: u32, tokens: &[TokenId]) -> Option<BlockId> {
+    fn find(&self, hash: u64, parent: u32, tokens: &[TokenId]) -> Option<NodeId> {
         let mut at = self.buckets[self.bucket(hash)];
         while at != NONE {
             let node = self.node(at);
-            let alike = node.parent == parent && self.tokens_of(BlockId(at)) == tokens;
+            let alike = node.parent == parent && self.tokens_of(NodeId(at)) == tokens;
             if node.hash == hash && (alike || fault!(HitUnverified)) {
-                return Some(BlockId(at));
+                return Some(NodeId(at));
             }
             at = node.next_in_bucket;
         }
         None
     }
 
-    /// The longest prefix of `tokens` that is known, all but its last token at most. `hashes` are those of its full
-    /// blocks. Changes nothing.
-    pub(super) fn find_prefix(
+    /// The nodes that `tokens` begin with, and why there are no more: `None` where the next full node's tokens end.
+    /// `hashes` are those of its full nodes. Changes nothing.
+    pub(super) fn walk(
         &self,
         namespace: &Namespace,
         tokens: &[TokenId],
         hashes: &[u64],
-        found: &mut PrefixMatch,
-    ) {
-        found.clear();
-        let limit =
-            if fault!(FullHitComputesNothing) { tokens.len() } else { tokens.len().saturating_sub(1) };
-        let root = self.root_of.get(&shared_by(namespace)).copied();
-        let mut parent = root.map_or(NONE, |root| ROOT | root);
-        let mut chunks = tokens[..limit].chunks_exact(self.block_size);
-        let mut miss = MissReason::None;
-        for (chunk, &hash) in chunks.by_ref().zip(hashes) {
+        nodes: &mut Vec<NodeId>,
+    ) -> MissReason {
+        let mut parent = self.parent_of_first(namespace);
+        for (chunk, &hash) in tokens.chunks_exact(self.node_tokens).zip(hashes) {
             let known = if parent == NONE { None } else { self.find(hash, parent, chunk) };
-            let Some(block) = known else {
-                miss = self.reason_for(hash);
-                break;
-            };
-            found.blocks.push(block);
-            parent = block.0;
+            let Some(node) = known else { return self.reason_for(hash) };
+            nodes.push(node);
+            parent = node.0;
         }
-        let start = found.blocks.len() * self.block_size;
-        let rest = &tokens[start..limit];
-        found.partial = self.longest_child(parent, rest);
-        let rows = found.partial.map_or(0, |(_, rows)| rows as usize);
-        if miss == MissReason::None && rows < rest.len() {
-            miss = MissReason::Unseen;
-        }
-        found.miss = if rows == rest.len() { MissReason::None } else { miss };
+        MissReason::None
     }
 
-    /// The child that begins with the most of `rest`, and with how much.
-    fn longest_child(&self, parent: u32, rest: &[TokenId]) -> Option<(BlockId, u32)> {
+    fn parent_of_first(&self, namespace: &Namespace) -> u32 {
+        let root = self.root_of.get(&shared_by(namespace)).copied();
+        root.map_or(NONE, |root| ROOT | root)
+    }
+
+    /// The child of `parent` (or of the namespace's root) that begins with the most of `rest`, and with how much, of those
+    /// that are `usable` so far.
+    pub(super) fn longest_child(
+        &self,
+        namespace: &Namespace,
+        parent: Option<NodeId>,
+        rest: &[TokenId],
+        usable: impl Fn(NodeId, u32) -> bool,
+    ) -> Option<(NodeId, u32)> {
+        let parent = parent.map_or_else(|| self.parent_of_first(namespace), |parent| parent.0);
         if parent == NONE || rest.is_empty() {
             return None;
         }
@@ -319,10 +353,10 @@ impl PrefixCache {
             if child == NONE {
                 break;
             }
-            let tokens = self.tokens_of(BlockId(child));
+            let tokens = self.tokens_of(NodeId(child));
             let common = tokens.iter().zip(rest).take_while(|(a, b)| a == b).count() as u32;
-            if common > best.map_or(0, |(_, most)| most) {
-                best = Some((BlockId(child), common));
+            if common > best.map_or(0, |(_, most)| most) && usable(NodeId(child), common) {
+                best = Some((NodeId(child), common));
             }
             child = self.node(child).next_sibling;
         }
@@ -371,10 +405,10 @@ impl PrefixCache {
     pub(super) fn find_node(
         &self,
         namespace: &Namespace,
-        parent: Option<BlockId>,
+        parent: Option<NodeId>,
         hash: u64,
         tokens: &[TokenId],
-    ) -> Option<BlockId> {
+    ) -> Option<NodeId> {
         let parent = match parent {
             Some(parent) => parent.0,
             None => ROOT | *self.root_of.get(&shared_by(namespace))?,
@@ -385,14 +419,14 @@ impl PrefixCache {
     /// Makes `block` a node that stays for `ttl_steps` without a holder. There is none with this parent and these tokens.
     pub(super) fn insert(
         &mut self,
-        block: BlockId,
+        block: NodeId,
         namespace: &Namespace,
-        parent: Option<BlockId>,
+        parent: Option<NodeId>,
         hash: u64,
         tokens: &[TokenId],
         ttl_steps: Option<u32>,
     ) {
-        debug_assert!(!self.is_registered(block), "{block:?} is registered twice");
+        debug_assert!(!self.is_node(block), "{block:?} is registered twice");
         let parent = parent.map_or_else(|| self.root(namespace), |parent| parent.0);
         let first = self.first_child_mut(parent);
         let next_sibling = std::mem::replace(first, block.0);
@@ -404,29 +438,34 @@ impl PrefixCache {
         let ttl_steps = node_ttl(ttl_steps);
         self.nodes[block.0 as usize] =
             Node { hash, parent, next_sibling, next_in_bucket, ttl_steps, ..UNREGISTERED };
-        self.tokens[block.0 as usize * self.block_size..][..self.block_size].copy_from_slice(tokens);
+        self.tokens[block.0 as usize * self.node_tokens..][..self.node_tokens].copy_from_slice(tokens);
         self.num_nodes += 1;
     }
 
     /// The node before this one.
-    pub(super) fn parent(&self, block: BlockId) -> Option<BlockId> {
+    pub(super) fn parent(&self, block: NodeId) -> Option<NodeId> {
         let parent = self.node(block.0).parent;
-        (parent & ROOT == 0).then_some(BlockId(parent))
+        (parent & ROOT == 0).then_some(NodeId(parent))
     }
 
     /// Keeps a node for at least `ttl_steps` without a holder. Somebody holds it.
-    pub(super) fn keep_for(&mut self, block: BlockId, ttl_steps: Option<u32>) {
+    pub(super) fn keep_for(&mut self, block: NodeId, ttl_steps: Option<u32>) {
         let ttl = &mut self.nodes[block.0 as usize].ttl_steps;
         *ttl = (*ttl).max(node_ttl(ttl_steps));
     }
 
     /// Whether a node goes when its time has passed.
-    pub(super) fn is_limited(&self, block: BlockId) -> bool {
+    pub(super) fn is_limited(&self, block: NodeId) -> bool {
         self.nodes[block.0 as usize].ttl_steps != FOR_EVER
     }
 
+    /// Whether this is a node that goes when its time has passed.
+    pub(super) fn is_limited_node(&self, node: NodeId) -> bool {
+        self.is_node(node) && self.is_limited(node)
+    }
+
     /// The last holder gave a node up in step `now`: its time begins.
-    pub(super) fn begin_time(&mut self, block: BlockId, now: u64) {
+    pub(super) fn begin_time(&mut self, block: NodeId, now: u64) {
         if self.is_limited(block) {
             let ttl = u64::from(self.nodes[block.0 as usize].ttl_steps);
             self.expiries.set(block, now + ttl + 1);
@@ -434,27 +473,51 @@ impl PrefixCache {
     }
 
     /// A block whose time has passed by step `now`, if nobody has held it since it was given up. Each is told once.
-    pub(super) fn pop_due(&mut self, now: u64) -> Option<BlockId> {
+    pub(super) fn pop_due(&mut self, now: u64) -> Option<NodeId> {
         self.expiries.pop_due(now)
     }
 
     // Forgetting.
 
     /// A node without children below `block`, or `block` itself.
-    pub(super) fn last_descendant(&self, block: BlockId) -> BlockId {
+    pub(super) fn last_descendant(&self, block: NodeId) -> NodeId {
         let mut at = block.0;
         loop {
             #[cfg(test)]
             self.visits.set(self.visits.get() + 1);
             match self.node(at).first_child {
-                NONE => return BlockId(at),
+                NONE => return NodeId(at),
                 child => at = child,
             }
         }
     }
 
+    /// Whether anything continues a node.
+    pub(super) fn has_children(&self, node: NodeId) -> bool {
+        self.node(node.0).first_child != NONE
+    }
+
+    /// Whether `is` holds of a node, or of one that continues it. O(nodes below it).
+    pub(super) fn any_below(&self, node: NodeId, is: impl Fn(NodeId) -> bool) -> bool {
+        let mut at = node.0;
+        loop {
+            if is(NodeId(at)) {
+                return true;
+            }
+            let mut next = self.node(at).first_child;
+            while next == NONE {
+                if at == node.0 {
+                    return false;
+                }
+                next = self.node(at).next_sibling;
+                at = self.node(at).parent;
+            }
+            at = next;
+        }
+    }
+
     /// Removes a node that has no children.
-    pub(super) fn remove(&mut self, block: BlockId) {
+    pub(super) fn remove(&mut self, block: NodeId) {
         let node = self.nodes[block.0 as usize];
         debug_assert!(node.parent != NONE, "{block:?} is not registered");
         debug_assert_eq!(node.first_child, NONE, "{block:?} is removed before its children");
@@ -487,7 +550,7 @@ impl PrefixCache {
         self.num_nodes = 0;
     }
 
-    fn unlink_from_bucket(&mut self, block: BlockId, node: Node) {
+    fn unlink_from_bucket(&mut self, block: NodeId, node: Node) {
         let bucket = self.bucket(node.hash);
         if self.buckets[bucket] == block.0 {
             self.buckets[bucket] = node.next_in_bucket;
@@ -501,10 +564,19 @@ impl PrefixCache {
     }
 
     /// Remembers why a node is not found any more, as long as nothing else is remembered in its place.
-    pub(super) fn note_eviction(&mut self, block: BlockId, why: MissReason) {
+    pub(super) fn note_eviction(&mut self, block: NodeId, why: MissReason) {
         let hash = self.node(block.0).hash;
         let place = hash as usize % self.evicted.len();
         self.evicted[place] = trace_of(hash) | if why == MissReason::Expired { EXPIRED } else { EVICTED };
+    }
+
+    /// Remembers of all nodes that they are evicted.
+    pub(super) fn note_all_evictions(&mut self) {
+        for node in (0..self.nodes.len() as u32).map(NodeId) {
+            if self.is_node(node) {
+                self.note_eviction(node, MissReason::Evicted);
+            }
+        }
     }
 
     /// Why the node that had this hash is not found, if that is remembered.
@@ -517,12 +589,16 @@ impl PrefixCache {
         }
     }
 
+    pub(super) fn all_nodes(&self) -> impl Iterator<Item = NodeId> {
+        (0..self.nodes.len() as u32).map(NodeId).filter(|&node| self.is_node(node))
+    }
+
     /// Panics when links, buckets and counts disagree.
     pub(super) fn assert_consistent(&self) {
         let mut found = 0;
         for (index, node) in self.nodes.iter().enumerate().filter(|(_, node)| node.parent != NONE) {
             found += 1;
-            let block = BlockId(index as u32);
+            let block = NodeId(index as u32);
             let mut children = *self.first_child(node.parent);
             while children != NONE && children != block.0 {
                 children = self.node(children).next_sibling;
@@ -531,7 +607,7 @@ impl PrefixCache {
             let twin = self.find(node.hash, node.parent, self.tokens_of(block));
             assert_eq!(twin, Some(block), "I6: two nodes have the same parent and tokens");
             if let Some(parent) = self.parent(block) {
-                assert!(self.is_registered(parent), "I6: the parent of {block:?} is not registered");
+                assert!(self.is_node(parent), "I6: the parent of {block:?} is not registered");
             }
             assert!(
                 node.prev_sibling == NONE || self.node(node.prev_sibling).next_sibling == block.0,

@@ -1,8 +1,10 @@
-//! The prefix cache as tables see it: finding and taking what is known, registering what was computed, evicting and
-//! forgetting.
+//! The prefix cache as tables see it: finding and taking what is known, registering what was computed.
 
 use crate::cache::KvCache;
-use crate::cache::prefix_cache::{Keep, MissReason, Namespace, PrefixCache, PrefixMatch, Retention};
+use crate::cache::keep::{RetainRange, keep_in_window, keep_of};
+use crate::cache::prefix_cache::{
+    FoundRun, MissReason, Namespace, NodeId, PrefixCache, PrefixMatch, Retention,
+};
 use crate::error::{CacheError, ConfigError};
 use crate::ids::{BlockId, TableId, TokenId};
 
@@ -18,7 +20,9 @@ impl KvCache {
             return Err(ConfigError::Overflow { what: "blocks of a prefix cache" });
         }
         self.max_cached_blocks = max_cached_blocks.unwrap_or(num_blocks);
-        self.prefix.get_or_insert_with(|| PrefixCache::new(num_blocks, self.config.block_size()));
+        if self.prefix.is_none() {
+            self.prefix = Some(PrefixCache::new(self.nodes.enable(num_blocks), self.node_tokens));
+        }
         Ok(())
     }
 
@@ -36,7 +40,7 @@ impl KvCache {
         let (mut hashes, mut found) = (Vec::new(), PrefixMatch::default());
         self.extend_hashes(namespace, tokens, &mut hashes);
         self.find_match(namespace, tokens, &hashes, &mut found);
-        found.num_tokens(self.config.block_size())
+        found.num_tokens
     }
 
     /// Opens a table that begins with what is known of `tokens`, for a sequence of at most `max_tokens` tokens. Returns
@@ -76,63 +80,39 @@ impl KvCache {
         }
         let mut hashes = Vec::new();
         self.extend_hashes(namespace, tokens, &mut hashes);
-        self.register(table, namespace, tokens, &hashes, |_| Keep::default());
+        self.register(table, namespace, tokens, &hashes, &[]);
         Ok(())
     }
 
-    /// Forgets all blocks of a table from the `first`-th on, and whatever continues them: nobody finds them any more.
-    ///
-    /// # Errors
-    /// As [`len`](Self::len).
-    ///
-    /// # Complexity
-    /// O(blocks forgotten + tables + entries of tables that are found no more).
-    pub fn forget_prefix(&mut self, table: TableId, first: u32) -> Result<(), CacheError> {
-        let row = self.live(table)?;
-        if first < row.registered {
-            self.forget_from(row.blocks[first as usize]);
-        }
-        for row in self.tables.iter_mut().filter(|row| row.live) {
-            while row.registered > 0 && !self.pool.is_cached(row.blocks[row.registered as usize - 1]) {
-                row.registered -= 1;
-            }
-            row.borrowed = row.borrowed.filter(|&entry| entry < row.registered);
-        }
-        Ok(())
-    }
-
-    /// Blocks of a table, from the first on, that others can find.
-    pub(crate) fn registered_blocks(&self, table: TableId) -> u32 {
+    /// Nodes of a table, from the first on, that others can find.
+    pub(crate) fn registered_nodes(&self, table: TableId) -> u32 {
         self.live(table).map_or(0, |row| row.registered)
     }
 
-    /// Whether a block stays in the prefix cache although others need blocks.
-    pub(crate) fn is_retained(&self, block: BlockId) -> bool {
-        self.pool.is_pinned_content(block)
+    /// Tokens of a node of the prefix cache: the larger block of the stacks'.
+    pub(crate) fn node_tokens(&self) -> u32 {
+        self.node_tokens
     }
 
-    /// Changes whenever something that could be found is not found any more.
-    pub(crate) fn num_evictions(&self) -> u64 {
-        self.evictions
-    }
-
-    /// Grows whenever blocks become available because their time has passed.
-    pub(crate) fn num_expirations(&self) -> u64 {
-        self.expirations
+    /// Nodes of a sequence of `len` tokens.
+    pub(crate) fn nodes_of(&self, len: u32) -> usize {
+        len.div_ceil(self.node_tokens) as usize
     }
 
     pub(crate) fn has_prefix_cache(&self) -> bool {
         self.prefix.is_some()
     }
 
-    /// Brings the hashes of a sequence's full blocks up to date.
+    /// Brings the hashes of a sequence's full nodes up to date.
     pub(crate) fn extend_hashes(&self, namespace: &Namespace, tokens: &[TokenId], hashes: &mut Vec<u64>) {
         if let Some(prefix) = &self.prefix {
             prefix.extend_hashes(namespace, tokens, hashes);
         }
     }
 
-    /// What is known of `tokens`. Changes nothing.
+    // Finding.
+
+    /// What is known of `tokens`: the longest beginning of which every lane has what its rows see there. Changes nothing.
     pub(crate) fn find_match(
         &self,
         namespace: &Namespace,
@@ -140,157 +120,341 @@ impl KvCache {
         hashes: &[u64],
         found: &mut PrefixMatch,
     ) {
-        match &self.prefix {
-            Some(prefix) => prefix.find_prefix(namespace, tokens, hashes, found),
-            None => {
-                found.clear();
-                found.miss = MissReason::Disabled;
+        found.clear();
+        let Some(prefix) = &self.prefix else {
+            found.miss = MissReason::Disabled;
+            return;
+        };
+        let tokens = PrefixCache::findable(tokens);
+        found.miss = prefix.walk(namespace, tokens, hashes, &mut found.nodes);
+        let num_nodes = self.usable_nodes(&found.nodes);
+        let rest = &tokens[num_nodes * self.node_tokens as usize..];
+        if num_nodes < found.nodes.len() {
+            found.nodes.truncate(num_nodes);
+            found.miss = MissReason::Evicted;
+        } else {
+            let usable = |node, rows| self.is_usable_in_part(num_nodes as u32, node, rows);
+            found.partial = prefix.longest_child(namespace, found.nodes.last().copied(), rest, usable);
+        }
+        let rows = found.partial.map_or(0, |(_, rows)| rows);
+        if rows as usize == rest.len() {
+            found.miss = MissReason::None;
+        } else if found.miss == MissReason::None {
+            found.miss = MissReason::Unseen;
+        }
+        found.num_tokens = num_nodes as u32 * self.node_tokens + rows;
+        self.fill_runs(found);
+    }
+
+    /// How many of these nodes, from the first on, can be taken: up to the last one at whose end no lane lacks a block that
+    /// is kept there.
+    fn usable_nodes(&self, nodes: &[NodeId]) -> usize {
+        if self.nodes.is_simple() {
+            return nodes.len();
+        }
+        // Of each lane: from here on it lacks nothing.
+        let mut since: Vec<u32> = self.lanes.iter().map(|lane| lane.start).collect();
+        let mut usable = 0;
+        for (place, &node) in (0..).zip(nodes) {
+            for (lane, since) in self.lanes.iter().zip(&mut since) {
+                let entries = self.nodes.entries_at(lane, place).filter(|&entry| lane.covers(entry));
+                let lacking = |&entry: &u32| self.nodes.block_at(node, lane, entry).is_none();
+                *since = entries.filter(lacking).map(|entry| entry + 1).max().unwrap_or(*since);
             }
+            let len = (place + 1) * self.node_tokens;
+            if self.lanes.iter().zip(&since).all(|(lane, &since)| since <= lane.first_of(len)) {
+                usable = place as usize + 1;
+            }
+        }
+        usable
+    }
+
+    /// Whether no lane lacks what `rows` tokens of `node`, after `place` nodes that can be taken, need of it.
+    fn is_usable_in_part(&self, place: u32, node: NodeId, rows: u32) -> bool {
+        let len = place * self.node_tokens + rows;
+        self.nodes.is_simple()
+            || self.lanes.iter().all(|lane| {
+                let kept = lane.first_of(len)..lane.end_of(len);
+                let mut of_node = self.nodes.entries_at(lane, place).filter(|entry| kept.contains(entry));
+                of_node.all(|entry| self.nodes.block_at(node, lane, entry).is_some())
+            })
+    }
+
+    fn fill_runs(&self, found: &mut PrefixMatch) {
+        found.runs.resize_with(self.lanes.len(), FoundRun::default);
+        let PrefixMatch { nodes, partial, runs, num_tokens, .. } = found;
+        for (lane, run) in self.lanes.iter().zip(runs) {
+            run.first = lane.first_of(*num_tokens);
+            for entry in run.first..lane.end_of(*num_tokens) {
+                let place = self.nodes.place_of(lane, entry) as usize;
+                if place >= nodes.len() {
+                    break;
+                }
+                run.blocks.extend(self.nodes.block_at(nodes[place], lane, entry));
+            }
+            run.num_full = run.blocks.len() as u32;
+            let Some((node, _)) = *partial else { continue };
+            let rest = run.first + run.num_full..lane.end_of(*num_tokens);
+            run.blocks.extend(rest.filter_map(|entry| self.nodes.block_at(node, lane, entry)));
         }
     }
 
+    // Taking.
+
     /// Blocks that taking a match takes from those available.
     pub(crate) fn blocks_taken_by(&self, found: &PrefixMatch) -> u32 {
-        let blocks = found.blocks.iter().copied().chain(found.partial.map(|(block, _)| block));
-        let counts = |&block: &BlockId| {
+        let counts = |&&block: &&BlockId| {
             self.pool.ref_count(block) == 0 && self.pool.retention(block) != Retention::Pinned
         };
-        blocks.filter(counts).count() as u32
+        found.runs.iter().map(|run| run.blocks.iter().filter(counts).count() as u32).sum()
+    }
+
+    /// Blocks of a match that last, of nodes that match in full.
+    pub(crate) fn lasting_found(&self, found: &PrefixMatch) -> impl Iterator<Item = BlockId> {
+        let runs = self.lanes.iter().zip(&found.runs).filter(|(lane, _)| !lane.slides());
+        runs.flat_map(|(_, run)| run.blocks[..run.num_full as usize].iter().copied())
     }
 
     /// Gives an empty table what was found. Returns its tokens.
     pub(crate) fn adopt(&mut self, table: TableId, found: &PrefixMatch) -> u32 {
-        let blocks = found.blocks.iter().copied().chain(found.partial.map(|(block, _)| block));
-        for block in blocks {
-            self.pool.retain(block);
-            self.push_block(table.row as usize, block);
+        let row = table.row as usize;
+        let len = found.num_tokens;
+        for (lane, run) in found.runs.iter().enumerate() {
+            let own = &mut self.tables[row].runs[lane];
+            (own.first, own.dirty_from) = (run.first, run.first);
+            for &block in &run.blocks {
+                self.pool.retain(block);
+                // A hit has needed it, and others may.
+                self.pool.set_loose(block, false);
+                self.push_block(row, lane, block);
+            }
+            let tail = self.lanes[lane].tail_of(len).filter(|_| found.partial.is_some());
+            self.tables[row].runs[lane].borrowed = tail;
         }
-        let len = found.num_tokens(self.config.block_size());
-        let row = &mut self.tables[table.row as usize];
-        row.len = len;
-        row.registered = row.blocks.len() as u32;
-        row.borrowed = found.partial.map(|_| found.blocks.len() as u32);
+        self.tables[row].len = len;
+        self.tables[row].likely_hits[0] = len;
+        for &node in found.nodes.iter().chain(found.partial.iter().map(|(node, _)| node)) {
+            self.step_to(row, node);
+        }
         len
     }
 
-    /// Keeps the first `num_blocks` nodes of a table as long and as well as `keep` says for each entry.
-    pub(crate) fn keep_blocks(&mut self, table: TableId, num_blocks: u32, keep: impl Fn(u32) -> Keep) {
-        for entry in 0..num_blocks.min(self.tables[table.row as usize].registered) {
-            self.raise_keep(self.tables[table.row as usize].blocks[entry as usize], keep(entry));
+    // Which nodes a table is.
+
+    /// The node at `place` of a table, which is registered there.
+    pub(super) fn node_at(&self, row: usize, place: u32) -> NodeId {
+        let table = &self.tables[row];
+        if !self.nodes.is_anchored() {
+            return table.path[place as usize];
+        }
+        let entry = self.nodes.entries_at(&self.lanes[0], place).start;
+        NodeId(table.runs[0].blocks[entry as usize].0)
+    }
+
+    /// A table is one node more.
+    pub(super) fn step_to(&mut self, row: usize, node: NodeId) {
+        let table = &mut self.tables[row];
+        table.registered += 1;
+        if !self.nodes.is_anchored() {
+            if let Some(&tip) = table.path.last() {
+                self.nodes.count_tip(tip, -1);
+            }
+            table.path.push(node);
+            self.nodes.count_tip(node, 1);
         }
     }
 
-    /// Registers the full blocks of a table's first tokens, which are committed and valid. Stops at a block that is
-    /// known already while others share this table's own: replacing it for one of them would leave their order uneven.
+    /// A table is its first `places` nodes at most.
+    pub(super) fn step_back(&mut self, row: usize, places: u32) {
+        let table = &mut self.tables[row];
+        if table.registered <= places {
+            return;
+        }
+        table.registered = places;
+        if self.nodes.is_anchored() {
+            return;
+        }
+        let tip = table.path.last().copied();
+        table.path.truncate(places as usize);
+        if let Some(&tip) = table.path.last() {
+            self.nodes.count_tip(tip, 1);
+        }
+        if let Some(tip) = tip.filter(|&tip| self.prefix.as_ref().is_some_and(|prefix| prefix.is_node(tip))) {
+            self.nodes.count_tip(tip, -1);
+            self.prune(tip);
+        }
+    }
+
+    /// Tables are no nodes that have been forgotten.
+    pub(super) fn step_back_to_nodes(&mut self) {
+        for row in 0..self.tables.len() {
+            if !self.tables[row].live {
+                continue;
+            }
+            let mut places = self.tables[row].registered;
+            while places > 0 && !self.is_node(self.node_at(row, places - 1)) {
+                places -= 1;
+            }
+            self.step_back(row, places);
+            for (lane, run) in self.lanes.iter().zip(&mut self.tables[row].runs) {
+                run.borrowed = run.borrowed.filter(|&entry| self.nodes.place_of(lane, entry) < places);
+            }
+        }
+    }
+
+    fn is_node(&self, node: NodeId) -> bool {
+        self.prefix.as_ref().is_some_and(|prefix| prefix.is_node(node))
+    }
+
+    // Registering.
+
+    /// Keeps the first `num_nodes` nodes of a table as long and as well as `retain` says.
+    pub(crate) fn keep_nodes(&mut self, table: TableId, num_nodes: u32, retain: &[RetainRange]) {
+        let row = table.row as usize;
+        for place in 0..num_nodes.min(self.tables[row].registered) {
+            self.raise_keep(self.node_at(row, place), place, retain);
+        }
+    }
+
+    /// Registers the full nodes of a table's first tokens, which are committed and valid. Stops at a node that is known
+    /// already while others share this table's own block: replacing it for one of them would leave their order uneven.
     pub(crate) fn register(
         &mut self,
         table: TableId,
         namespace: &Namespace,
         tokens: &[TokenId],
         hashes: &[u64],
-        keep: impl Fn(u32) -> Keep,
+        retain: &[RetainRange],
     ) {
-        let block_size = self.config.block_size() as usize;
-        let row = table.row as usize;
-        let full = tokens.len() / block_size;
-        while (self.tables[row].registered as usize) < full.min(self.tables[row].blocks.len()) {
-            let Some(prefix) = &mut self.prefix else { return };
-            let entry = self.tables[row].registered as usize;
-            let block = self.tables[row].blocks[entry];
-            let parent = entry.checked_sub(1).map(|before| self.tables[row].blocks[before]);
-            let (chunk, hash) = (&tokens[entry * block_size..][..block_size], hashes[entry]);
-            let node = match prefix.find_node(namespace, parent, hash, chunk) {
-                Some(known) if known == block => block,
-                Some(_) if self.pool.ref_count(block) > 1 => return,
-                Some(known) => {
-                    self.pool.retain(known);
-                    self.replace_block(row, entry as u32, known);
-                    self.tables[row].mark_dirty(entry);
-                    self.release_block(block);
-                    known
-                }
+        if self.prefix.is_none() {
+            return;
+        }
+        let (row, size) = (table.row as usize, self.node_tokens as usize);
+        let full = (tokens.len() / size) as u32;
+        while self.tables[row].registered < full {
+            let place = self.tables[row].registered;
+            if !self.has_anchor(row, place) {
+                return;
+            }
+            let parent = place.checked_sub(1).map(|before| self.node_at(row, before));
+            let (chunk, hash) = (&tokens[place as usize * size..][..size], hashes[place as usize]);
+            let known =
+                self.prefix.as_ref().and_then(|prefix| prefix.find_node(namespace, parent, hash, chunk));
+            let node = match known {
+                Some(known) if self.join(row, place, known) => known,
+                Some(_) => return,
                 None => {
-                    let keep = keep(entry as u32);
-                    prefix.insert(block, namespace, parent, hash, chunk, keep.ttl_steps);
-                    self.pool.set_cached(block, keep.retention, keep.ttl_steps.is_some());
-                    block
+                    let Some(node) = self.new_node(row, place) else { return };
+                    let keep = keep_of(retain, place * self.node_tokens..(place + 1) * self.node_tokens);
+                    let Some(prefix) = &mut self.prefix else { return };
+                    prefix.insert(node, namespace, parent, hash, chunk, keep.ttl_steps);
+                    self.attach_own(row, place, node, keep.retention);
+                    node
                 }
             };
-            self.tables[row].registered += 1;
-            self.raise_keep(node, keep(entry as u32));
+            self.step_to(row, node);
+            self.raise_keep(node, place, retain);
         }
     }
 
-    /// Keeps a node for longer, and retains it better, if `keep` says so. It is retained no worse than its children are.
-    fn raise_keep(&mut self, block: BlockId, keep: Keep) {
+    /// Whether the block that a table's node at `place` goes by is in the pool, if it goes by one.
+    fn has_anchor(&self, row: usize, place: u32) -> bool {
+        let entry = self.nodes.entries_at(&self.lanes[0], place).start;
+        !self.nodes.is_anchored() || self.tables[row].runs[0].block_at(entry).is_some()
+    }
+
+    /// A number for the node that a table's tokens at `place` become.
+    fn new_node(&mut self, row: usize, place: u32) -> Option<NodeId> {
+        if self.nodes.is_anchored() {
+            let entry = self.nodes.entries_at(&self.lanes[0], place).start;
+            return self.tables[row].runs[0].block_at(entry).map(|block| NodeId(block.0));
+        }
+        loop {
+            if let Some(node) = self.nodes.take_number() {
+                return Some(node);
+            }
+            // Nodes without blocks are as many as may be: what was used least recently makes room.
+            let oldest = self.pool.oldest_evictable().or_else(|| self.pool.oldest_retained())?;
+            self.evict(oldest);
+        }
+    }
+
+    /// Gives a node those of a table's blocks at `place` that it lacks, and the table the node's blocks instead of its own
+    /// where both have one. Fails where that would part what others share.
+    fn join(&mut self, row: usize, place: u32, known: NodeId) -> bool {
+        let parts = |cache: &Self, lane: usize, entry: u32| {
+            let own = cache.tables[row].runs[lane].block_at(entry);
+            let other = cache.nodes.block_at(known, &cache.lanes[lane], entry);
+            own.filter(|&own| Some(own) != other && cache.pool.ref_count(own) > 1).is_some()
+        };
+        for lane in (0..self.lanes.len()).filter(|&lane| self.lanes[lane].is_whole()) {
+            let mut entries = self.nodes.entries_at(&self.lanes[lane], place);
+            if entries.any(|entry| parts(self, lane, entry)) {
+                return false;
+            }
+        }
+        for lane in 0..self.lanes.len() {
+            for entry in self.nodes.entries_at(&self.lanes[lane], place) {
+                let Some(own) = self.tables[row].runs[lane].block_at(entry) else { continue };
+                match self.nodes.block_at(known, &self.lanes[lane], entry) {
+                    Some(other) if other == own || parts(self, lane, entry) => {}
+                    Some(other) => {
+                        self.pool.retain(other);
+                        self.replace_block(row, lane, entry, other);
+                        self.tables[row].runs[lane].mark_dirty(entry);
+                        self.release_block(own);
+                    }
+                    None if self.pool.is_cached(own) => {}
+                    None => self.attach(row, lane, entry, known, Retention::default()),
+                }
+            }
+        }
+        true
+    }
+
+    /// Gives a new node all blocks that a table has of it, essential ones to be kept so well.
+    fn attach_own(&mut self, row: usize, place: u32, node: NodeId, retention: Retention) {
+        for lane in 0..self.lanes.len() {
+            let retention = if self.lanes[lane].is_whole() { retention } else { Retention::default() };
+            for entry in self.nodes.entries_at(&self.lanes[lane], place) {
+                self.attach(row, lane, entry, node, retention);
+            }
+        }
+    }
+
+    fn attach(&mut self, row: usize, lane: usize, entry: u32, node: NodeId, retention: Retention) {
+        let own = self.tables[row].runs[lane].block_at(entry);
+        let Some(own) = own.filter(|&own| !self.pool.is_cached(own)) else { return };
+        let limited = self.prefix.as_ref().is_some_and(|prefix| prefix.is_limited(node));
+        self.nodes.attach(node, &self.lanes[lane], entry, own);
+        self.pool.set_cached(own, retention, limited);
+    }
+
+    /// Keeps a node for longer, and retains it better, if `retain` says so of the node at `place`. It is retained no worse
+    /// than its children are; blocks of windows are where a hit at the end of what is retained needs them.
+    fn raise_keep(&mut self, node: NodeId, place: u32, retain: &[RetainRange]) {
+        let keep = keep_of(retain, place * self.node_tokens..(place + 1) * self.node_tokens);
         let Some(prefix) = &mut self.prefix else { return };
-        prefix.keep_for(block, keep.ttl_steps);
-        self.pool.set_cached(block, keep.retention.max(self.pool.retention(block)), prefix.is_limited(block));
-        let mut at = prefix.parent(block);
-        while let Some(node) = at.filter(|&node| keep.retention > self.pool.retention(node)) {
-            self.pool.set_cached(node, keep.retention, prefix.is_limited(node));
+        prefix.keep_for(node, keep.ttl_steps);
+        let limited = prefix.is_limited(node);
+        for (block, essential) in self.nodes.blocks_of(node) {
+            let retention = if essential { keep.retention } else { Retention::Low };
+            self.pool.set_cached(block, retention.max(self.pool.retention(block)), limited);
+        }
+        for lane in self.lanes.iter().filter(|lane| !lane.is_whole() && !retain.is_empty()) {
+            for entry in self.nodes.entries_at(lane, place).filter(|&entry| lane.covers(entry)) {
+                let Some(block) = self.nodes.block_at(node, lane, entry) else { continue };
+                let retention = keep_in_window(retain, lane, entry, self.node_tokens);
+                self.pool.set_cached(block, retention.max(self.pool.retention(block)), limited);
+            }
+        }
+        let mut at = prefix.parent(node).filter(|_| self.nodes.is_anchored());
+        while let Some(node) = at.filter(|node| keep.retention > self.pool.retention(BlockId(node.0))) {
+            let limited = prefix.is_limited(node);
+            for (block, _) in self.nodes.blocks_of(node).filter(|&(_, essential)| essential) {
+                self.pool.set_cached(block, keep.retention, limited);
+            }
             at = prefix.parent(node);
         }
-    }
-
-    // Evicting and forgetting.
-
-    /// Takes a node that nobody holds out of the prefix cache; it is free then.
-    pub(super) fn evict(&mut self, block: BlockId) {
-        if let Some(prefix) = &mut self.prefix {
-            prefix.note_eviction(block, MissReason::Evicted);
-        }
-        self.evictions += u64::from(self.forget_from(block));
-    }
-
-    /// Removes a node and whatever continues it, the last first. Returns how many nodes that were. O(that many): the walk
-    /// goes on from the parent of what it has removed.
-    pub(super) fn forget_from(&mut self, block: BlockId) -> u32 {
-        let Some(prefix) = &mut self.prefix else { return 0 };
-        let mut removed = 0;
-        let mut at = Some(block);
-        while let Some(node) = at {
-            let last = prefix.last_descendant(node);
-            at = prefix.parent(last).filter(|_| last != block);
-            prefix.remove(last);
-            self.pool.set_uncached(last);
-            removed += 1;
-        }
-        removed
-    }
-
-    /// Keeps within the cap.
-    pub(super) fn trim_cached(&mut self) {
-        while self.pool.num_evictable() + self.pool.num_retained() > self.max_cached_blocks {
-            let oldest = self.pool.oldest_evictable().or_else(|| self.pool.oldest_retained());
-            match oldest {
-                Some(oldest) if self.prefix.is_some() => self.evict(oldest),
-                _ => return,
-            }
-        }
-    }
-
-    /// Forgets what nobody has held for its time to live, and what continues it. O(1) while nothing is due.
-    pub(super) fn evict_expired(&mut self) {
-        let now = self.last_step.0;
-        while let Some(block) = self.prefix.as_mut().and_then(|prefix| prefix.pop_due(now)) {
-            let Some(prefix) = self.prefix.as_mut().filter(|_| self.pool.is_idle(block)) else { continue };
-            if prefix.is_limited(block) {
-                prefix.note_eviction(block, MissReason::Expired);
-                self.expirations += u64::from(self.forget_from(block));
-            }
-        }
-    }
-
-    /// Gives up pinned content until `needed` blocks are available, or none is left: first what is pinned for a limited
-    /// time. Returns how often some was given up.
-    pub(crate) fn give_up_pins(&mut self, needed: u32) -> u32 {
-        let mut given_up = 0;
-        while self.pool.num_available() < needed {
-            let Some(oldest) = self.pool.oldest_retained() else { break };
-            self.evict(oldest);
-            given_up += 1;
-        }
-        given_up
     }
 }

@@ -1,6 +1,7 @@
 //! What the pool is doing, as numbers that sum.
 
 use crate::cache::KvCache;
+use crate::cache::block_table::BlockTable;
 use std::fmt;
 
 /// A snapshot of the pools. `free_blocks + cached_blocks + held_blocks + in_transfer_blocks == num_blocks`, always, and
@@ -59,11 +60,16 @@ pub struct CacheStats {
 impl KvCache {
     /// Slots that last blocks leave unused: [`CacheStats::tail_waste_tokens`] alone.
     pub(crate) fn tail_waste_tokens(&self) -> u64 {
-        let layout = self.config.layout();
         let tables = self.tables.iter().filter(|table| table.live);
-        let waste = tables.map(|table| {
-            let on_device = table.len.min(table.blocks.len() as u32 * layout.block_size);
-            u64::from(layout.blocks_for(on_device)) * u64::from(layout.block_size) - u64::from(on_device)
+        tables.map(|table| self.tail_waste_of(table)).sum()
+    }
+
+    /// Slots that the last blocks of a table's runs leave unused, as far as they are in the pool.
+    pub(super) fn tail_waste_of(&self, table: &BlockTable) -> u64 {
+        let runs = table.runs.iter().zip(&self.lanes).filter(|(run, _)| !run.blocks.is_empty());
+        let waste = runs.map(|(run, lane)| {
+            let slots = u64::from(run.pool_end()) << lane.block_size().trailing_zeros();
+            slots.saturating_sub(u64::from(table.len))
         });
         waste.sum()
     }

@@ -1,7 +1,7 @@
 //! The outstanding step: growth, copy-on-write, and the journal that undoes them.
 
 use crate::cache::block_table::BlockTable;
-use crate::cache::{BlockCopy, BlockSwap, KvCache};
+use crate::cache::{BlockCopy, BlockSwap, KvCache, Retention};
 use crate::error::CacheError;
 use crate::ids::{BlockId, StepId, TableId};
 
@@ -11,6 +11,7 @@ pub(super) enum Undo {
     /// `len` tokens were in the table: those in `source` must outlive the step.
     Copied {
         table: TableId,
+        lane: u32,
         entry: u32,
         source: BlockId,
         len: u32,
@@ -19,7 +20,6 @@ pub(super) enum Undo {
     },
     Grown {
         table: TableId,
-        num_blocks: u32,
         len: u32,
         parked: bool,
     },
@@ -32,29 +32,56 @@ pub(super) enum Undo {
     Returned {
         table: TableId,
         parked: bool,
+        lane: u32,
         first_entry: u32,
         first_return: u32,
         num_blocks: u32,
     },
 }
 
-/// How a table grows: asked for once, and carried out by [`KvCache::grow_by`] while nothing else has changed.
-#[derive(Clone, Copy, Debug)]
+/// What more tokens take that a table is to hold: computed once, and then [grown](KvCache::grow) by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Growth {
     pub(crate) table: TableId,
     /// Tokens that the table has, and that come after them.
     pub(crate) start: u32,
     pub(crate) num_tokens: u32,
-    /// Blocks at its end.
+    /// New blocks.
     new: u32,
-    /// The entry of its last block, where that is copied before it is written.
-    copied: Option<u32>,
+    /// Blocks for copies of last blocks that others hold, too.
+    copies: u32,
+    /// Blocks for copies of last blocks that the prefix cache has lent, where there are enough: otherwise they are written
+    /// in place, and forgotten.
+    lent: u32,
+    /// Blocks for what comes back from the host pool before.
+    returning: u32,
+}
+
+/// What a plan says of the cache that it is made over.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Origin {
+    pub(crate) instance: u64,
+    pub(crate) fingerprint: u64,
+    pub(crate) forgotten_devices: u64,
+    /// The last step that was committed and wrote to tables, since the last device was forgotten.
+    pub(crate) last_committed: StepId,
+    pub(crate) num_stacks: u32,
+}
+
+/// What the outstanding step does with blocks before it writes rows.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StepMoves<'a> {
+    /// To the host pool.
+    pub(crate) swap_outs: &'a [BlockSwap],
+    /// Back from it.
+    pub(crate) swap_ins: &'a [BlockSwap],
+    pub(crate) copies: &'a [BlockCopy],
 }
 
 impl Growth {
     /// Free blocks that it takes.
-    pub(crate) fn needed(self) -> u32 {
-        self.new + u32::from(self.copied.is_some())
+    pub(crate) fn needed(&self) -> u32 {
+        self.new.saturating_add(self.copies).saturating_add(self.lent).saturating_add(self.returning)
     }
 }
 
@@ -66,48 +93,64 @@ impl KvCache {
     /// # Errors
     /// As [`len`](Self::len).
     pub fn blocks_needed(&self, table: TableId, num_tokens: u32) -> Result<u32, CacheError> {
-        let table = self.live(table)?;
-        let new = self.new_blocks(table, num_tokens);
-        let copied = num_tokens > 0
-            && (self.copied_tail(table, new).is_some()
-                || (!table.host.is_empty() && self.shares_tail_in_host_pool(table)));
-        Ok(new.saturating_add(table.host.len() as u32).saturating_add(u32::from(copied)))
+        Ok(self.count_growth(table, num_tokens, self.free_blocks())?.needed())
+    }
+
+    /// What `num_tokens` more tokens take of a table that can grow, where copies that can be done without spend at most
+    /// `spare` blocks in all.
+    pub(crate) fn growth(&self, table: TableId, num_tokens: u32, spare: u32) -> Result<Growth, CacheError> {
+        let row = self.idle(table)?;
+        let tokens = row.len.saturating_add(num_tokens);
+        let (blocks, max_tokens) = (row.host_blocks(), row.max_tokens);
+        if blocks > 0 {
+            return Err(CacheError::SwappedOut { table, blocks });
+        }
+        if tokens > max_tokens {
+            return Err(CacheError::ExceedsTable { tokens, max_tokens });
+        }
+        self.count_growth(table, num_tokens, spare)
+    }
+
+    fn count_growth(&self, id: TableId, num_tokens: u32, spare: u32) -> Result<Growth, CacheError> {
+        let table = self.live(id)?;
+        let len = table.len.saturating_add(num_tokens);
+        let mut growth =
+            Growth { table: id, start: table.len, num_tokens, new: 0, copies: 0, lent: 0, returning: 0 };
+        for (lane, run) in table.runs.iter().enumerate() {
+            growth.new += self.lanes[lane].end_of(len).saturating_sub(run.end());
+            growth.returning += run.host.len() as u32;
+            if num_tokens == 0 {
+                continue;
+            }
+            let shared_on_host = || !run.host.is_empty() && self.shares_tail_in_host_pool(table, lane);
+            if self.shared_tail(table, lane).is_some() || shared_on_host() {
+                growth.copies += 1;
+            } else if run.borrowed.is_some() {
+                growth.lent += 1;
+            }
+        }
+        if growth.needed() > spare {
+            growth.lent = 0;
+        }
+        Ok(growth)
     }
 
     /// Whether others hold the partly filled last block of a table that is swapped out: it returns for all of them.
-    fn shares_tail_in_host_pool(&self, table: &BlockTable) -> bool {
-        let slot = self
-            .partial_tail(table)
-            .and_then(|entry| table.host.get((entry as usize).checked_sub(table.blocks.len())?));
+    fn shares_tail_in_host_pool(&self, table: &BlockTable, lane: usize) -> bool {
+        let run = &table.runs[lane];
+        let slot = self.lanes[lane]
+            .tail_of(table.len)
+            .and_then(|entry| run.host.get(entry.checked_sub(run.pool_end())? as usize));
         slot.is_some_and(|&slot| self.host.as_ref().is_some_and(|host| host.ref_count(slot) > 1))
     }
 
-    fn new_blocks(&self, table: &BlockTable, num_tokens: u32) -> u32 {
-        let len = table.len.saturating_add(num_tokens);
-        self.config.layout().blocks_for(len).saturating_sub(table.num_blocks())
-    }
-
-    /// The entry of the block that the next token is written into, if it is partly filled.
-    fn partial_tail(&self, table: &BlockTable) -> Option<u32> {
-        let block_size = self.config.block_size();
-        (!table.len.is_multiple_of(block_size)).then_some(table.len / block_size)
-    }
-
-    /// The same, when that block is not this table's to write: others hold it too, or would after a rollback and have
-    /// more tokens in it.
-    fn shared_tail(&self, table: &BlockTable) -> Option<u32> {
-        let entry = self.partial_tail(table)?;
-        let block = *table.blocks.get(entry as usize)?;
+    /// The entry of the block that the next token is written into, if it is partly filled and not this table's to write:
+    /// others hold it too, or would after a rollback and have more tokens in it.
+    pub(super) fn shared_tail(&self, table: &BlockTable, lane: usize) -> Option<u32> {
+        let entry = self.lanes[lane].tail_of(table.len)?;
+        let block = table.runs[lane].block_at(entry)?;
         let shared = self.pool.ref_count(block) > u32::from(!fault!(LastHolderCopies));
         (shared && !fault!(SharedBlockWritten) || self.is_left_longer(block, table.len)).then_some(entry)
-    }
-
-    /// The same, when the block is copied before the next token is written, as the table grows by `new` blocks. What the
-    /// prefix cache lent is copied, too, while a block is left for it: otherwise it is written in place, and forgotten.
-    fn copied_tail(&self, table: &BlockTable, new: u32) -> Option<u32> {
-        let spare = self.pool.num_available().saturating_sub(self.reserved);
-        let lent = || table.borrowed.filter(|_| spare > new);
-        self.shared_tail(table).or_else(lent)
     }
 
     /// Whether a table with more than `len` tokens left `block` by a copy of the outstanding step.
@@ -118,23 +161,24 @@ impl KvCache {
             })
     }
 
-    /// The partly filled last block of a table, when others hold it too.
-    pub(crate) fn shared_tail_block(&self, table: TableId) -> Option<BlockId> {
-        let table = self.live(table).ok()?;
-        self.shared_tail(table).map(|entry| table.blocks[entry as usize])
+    /// The partly filled last blocks of a table that others hold too: one of each lane at most.
+    pub(crate) fn shared_tail_blocks(&self, table: TableId) -> impl Iterator<Item = BlockId> {
+        let table = self.live(table).ok();
+        table.into_iter().flat_map(move |table| {
+            (0..table.runs.len()).filter_map(move |lane| {
+                self.shared_tail(table, lane).and_then(|entry| table.runs[lane].block_at(entry))
+            })
+        })
     }
 
     /// Whether a table's next token goes into a block that holds others already, and that is in other tables or may come to
     /// be in them.
     pub(crate) fn has_open_tail(&self, table: TableId) -> bool {
         let Ok(table) = self.live(table) else { return false };
-        let tail = self.partial_tail(table).and_then(|entry| table.blocks.get(entry as usize));
-        tail.is_some_and(|&tail| self.pool.ref_count(tail) > 1 || self.pool.is_cached(tail))
-    }
-
-    /// Whether a table's last block is the prefix cache's.
-    pub(crate) fn is_borrowing(&self, table: TableId) -> bool {
-        self.live(table).is_ok_and(|row| row.borrowed.is_some())
+        table.runs.iter().zip(&self.lanes).any(|(run, lane)| {
+            let tail = lane.tail_of(table.len).and_then(|entry| run.block_at(entry));
+            tail.is_some_and(|tail| self.pool.ref_count(tail) > 1 || self.pool.is_cached(tail))
+        })
     }
 
     /// Whether the outstanding step copies `block` into another one.
@@ -160,79 +204,113 @@ impl KvCache {
         self.last_step
     }
 
-    /// Makes room for `num_tokens` more tokens and counts them in. All or nothing.
-    #[cfg(test)]
-    pub(crate) fn grow(&mut self, table: TableId, num_tokens: u32) -> Result<(), CacheError> {
-        self.grow_by(self.growth(table, num_tokens)?)
+    /// Gives back what the rows after a table's tokens do not see any more: blocks behind windows, on the length that is
+    /// committed. A rollback does not bring them back, for nothing needs them at that length.
+    pub(crate) fn slide(&mut self, table: TableId) {
+        let row = table.row as usize;
+        for lane in 0..self.lanes.len() {
+            if self.lanes[lane].slides() {
+                self.slide_run(row, lane);
+            }
+        }
     }
 
-    /// What `num_tokens` more tokens in a table take.
-    pub(crate) fn growth(&self, table: TableId, num_tokens: u32) -> Result<Growth, CacheError> {
-        let row = self.live(table)?;
-        self.check_poison()?;
-        if row.in_step {
-            return Err(CacheError::InStep { table, step: self.last_step });
+    fn slide_run(&mut self, row: usize, lane: usize) {
+        let table = &self.tables[row];
+        if table.in_step || !table.runs[lane].host.is_empty() {
+            return;
         }
-        if !row.host.is_empty() {
-            return Err(CacheError::SwappedOut { table, blocks: row.host.len() as u32 });
+        let kept_from = self.lanes[lane].first_of(table.len);
+        let first = table.runs[lane].first;
+        let passed = (kept_from.saturating_sub(first) as usize).min(table.runs[lane].blocks.len());
+        for index in 0..passed {
+            let block = self.tables[row].runs[lane].blocks[index];
+            self.leave_behind(row, lane, first + index as u32, block);
         }
-        let (start, max_tokens) = (row.len, row.max_tokens);
-        let tokens = start.saturating_add(num_tokens);
-        if tokens > max_tokens {
-            return Err(CacheError::ExceedsTable { tokens, max_tokens });
-        }
-        let new = self.new_blocks(row, num_tokens);
-        let copied = if num_tokens > 0 { self.copied_tail(row, new) } else { None };
-        Ok(Growth { table, start, num_tokens, new, copied })
+        let run = &mut self.tables[row].runs[lane];
+        run.blocks.drain(..passed);
+        run.first = run.first.max(kept_from);
+        run.dirty_from = run.dirty_from.max(run.first);
+        self.trim_cached();
     }
 
-    /// Makes room for more tokens and counts them in. All or nothing.
-    pub(crate) fn grow_by(&mut self, growth: Growth) -> Result<(), CacheError> {
+    /// A table lets go of a block behind its window. Where no likely hit needs it, it is the first to be evicted.
+    fn leave_behind(&mut self, row: usize, lane: usize, entry: u32, block: BlockId) {
+        let table = &self.tables[row];
+        let lane = &self.lanes[lane];
+        let is_likely =
+            |&len: &u32| (lane.first_of(len - len % self.node_tokens)..lane.end_of(len)).contains(&entry);
+        let is_plain = self.pool.retention(block) <= Retention::Normal;
+        if is_plain && self.pool.ref_count(block) == 1 && !table.likely_hits.iter().any(is_likely) {
+            self.pool.set_loose(block, true);
+        }
+        if table.promised {
+            self.pool.unpromise(block, true);
+        }
+        self.release_block(block);
+    }
+
+    /// Makes room for more tokens, as [`growth`](Self::growth) has it, and counts them in. All or nothing.
+    pub(crate) fn grow(&mut self, growth: Growth) -> Result<(), CacheError> {
         debug_assert!(self.outstanding, "a table grows only inside a step");
-        let Growth { table, start, num_tokens, new, copied } = growth;
+        let Growth { table, start: len, num_tokens, .. } = growth;
         let (needed, available) = (growth.needed(), self.pool.num_available());
         if needed > available {
             return Err(CacheError::NoFreeBlocks { needed, available });
         }
-        let row = &self.tables[table.row as usize];
-        let (num_blocks, parked) = (row.num_blocks(), row.parked);
-        if num_tokens > 0 {
-            self.make_tail_writable(table, copied);
+        debug_assert_eq!(self.len(table), Ok(len), "{table:?} has changed since its growth was reckoned");
+        let (tokens, parked) = (len + num_tokens, self.tables[table.row as usize].parked);
+        let row = table.row as usize;
+        for lane in 0..self.lanes.len() {
+            if growth.num_tokens > 0 {
+                self.make_tail_writable(table, lane, growth.lent > 0);
+            }
         }
-        for _ in 0..new {
-            let Some(block) = self.take_block() else {
-                self.poison("the free list is shorter than its count");
-                break;
-            };
-            self.push_block(table.row as usize, block);
+        self.step_back(row, len / self.node_tokens);
+        for lane in 0..self.lanes.len() {
+            for _ in self.tables[row].runs[lane].end()..self.lanes[lane].end_of(tokens) {
+                let Some(block) = self.take_block() else {
+                    self.poison("the free list is shorter than its count");
+                    break;
+                };
+                self.push_block(row, lane, block);
+            }
         }
-        self.journal.push(Undo::Grown { table, num_blocks, len: start, parked });
-        let row = &mut self.tables[table.row as usize];
-        row.len += num_tokens;
+        self.journal.push(Undo::Grown { table, len, parked });
+        let row = &mut self.tables[row];
+        row.len = tokens;
         (row.in_step, row.parked) = (true, false);
         self.step_tables.push(table);
         Ok(())
     }
 
-    /// Sees to it that the block that the next token is written into is this table's alone: a copy of it where it is
-    /// `copied`, and otherwise the block itself, forgotten by the prefix cache.
-    fn make_tail_writable(&mut self, table: TableId, copied: Option<u32>) {
-        let row = &self.tables[table.row as usize];
-        if let Some(entry) = copied {
-            self.copy_on_write(table, entry);
-        } else if let Some(entry) = self.partial_tail(row) {
-            let tail = row.blocks[entry as usize];
-            if self.pool.is_cached(tail) {
-                self.forget_from(tail);
-                self.tables[table.row as usize].mark_replaced(entry as usize);
+    /// What a step does with `num_tokens` tokens of a table.
+    #[cfg(test)]
+    pub(super) fn grow_by(&mut self, table: TableId, num_tokens: u32) -> Result<(), CacheError> {
+        self.grow(self.growth(table, num_tokens, self.free_blocks())?)
+    }
+
+    /// Sees to it that the block that the next token is written into is this table's alone.
+    fn make_tail_writable(&mut self, table: TableId, lane: usize, copies_lent: bool) {
+        let row = table.row as usize;
+        let lent = self.tables[row].runs[lane].borrowed.filter(|_| copies_lent);
+        if let Some(entry) = self.shared_tail(&self.tables[row], lane).or(lent) {
+            self.copy_on_write(table, lane, entry);
+        } else if let Some(entry) = self.lanes[lane].tail_of(self.tables[row].len) {
+            let tail = self.tables[row].runs[lane].block_at(entry);
+            if let Some(tail) = tail.filter(|&tail| self.pool.is_cached(tail)) {
+                self.forget_block(tail);
+                self.mark_replaced(row, lane, entry);
             }
         }
     }
 
-    fn copy_on_write(&mut self, table: TableId, entry: u32) {
-        let &BlockTable { ref blocks, len, registered, borrowed, .. } = &self.tables[table.row as usize];
-        let source = blocks[entry as usize];
-        let Some(destination) = self.take_block() else {
+    fn copy_on_write(&mut self, table: TableId, lane: usize, entry: u32) {
+        let row = table.row as usize;
+        let &BlockTable { ref runs, len, registered, .. } = &self.tables[row];
+        let borrowed = runs[lane].borrowed;
+        let source = runs[lane].block_at(entry);
+        let (Some(source), Some(destination)) = (source, self.take_block()) else {
             self.poison("the free list is shorter than its count");
             return;
         };
@@ -240,40 +318,27 @@ impl KvCache {
             self.pool.pin(source);
         }
         self.release_block(source);
-        self.replace_block(table.row as usize, entry, destination);
-        self.tables[table.row as usize].mark_replaced(entry as usize);
+        self.replace_block(row, lane, entry, destination);
+        self.mark_replaced(row, lane, entry);
         self.step_copies.push(BlockCopy { source: source.0, destination: destination.0 });
-        self.journal.push(Undo::Copied { table, entry, source, len, registered, borrowed });
+        let lane = lane as u32;
+        self.journal.push(Undo::Copied { table, lane, entry, source, len, registered, borrowed });
     }
 
-    /// Available blocks that are not to be spent on sparing the prefix cache's.
-    pub(crate) fn set_reserved(&mut self, blocks: u32) {
-        self.reserved = blocks;
+    /// Blocks that the outstanding step moves and copies.
+    pub(crate) fn step_moves(&self) -> StepMoves<'_> {
+        StepMoves { swap_outs: &self.step_outs, swap_ins: &self.step_ins, copies: &self.step_copies }
     }
 
-    /// Blocks that the outstanding step moves to the host pool.
-    pub(crate) fn step_swap_outs(&self) -> &[BlockSwap] {
-        &self.step_outs
-    }
-
-    /// Blocks that the outstanding step brings back.
-    pub(crate) fn step_swap_ins(&self) -> &[BlockSwap] {
-        &self.step_ins
-    }
-
-    /// Copies that the outstanding step has asked for.
-    pub(crate) fn step_copies(&self) -> &[BlockCopy] {
-        &self.step_copies
-    }
-
-    /// Entries that the device may not have: from this one to the end.
-    pub(crate) fn dirty_from(&self, table: TableId) -> u32 {
-        self.tables[table.row as usize].dirty_from
-    }
-
-    /// The last step that was committed and wrote to tables, since the last device was forgotten.
-    pub(crate) fn last_committed(&self) -> StepId {
-        self.last_committed
+    /// What a plan says of the cache that it is made over.
+    pub(crate) fn origin(&self) -> Origin {
+        Origin {
+            instance: self.instance,
+            fingerprint: self.config.fingerprint(),
+            forgotten_devices: self.forgotten_devices,
+            last_committed: self.last_committed,
+            num_stacks: self.lanes.last().map_or(0, |lane| lane.stack + 1),
+        }
     }
 
     /// Whether a step is outstanding.
@@ -296,7 +361,7 @@ impl KvCache {
             let row = &mut self.tables[table.row as usize];
             if row.live && row.generation == table.generation {
                 row.in_step = false;
-                row.dirty_from = row.blocks.len() as u32;
+                row.runs.iter_mut().for_each(|run| run.dirty_from = run.pool_end());
             }
         }
         self.block_copies += self.step_copies.len() as u64;
@@ -315,24 +380,18 @@ impl KvCache {
         if fault!(DroppedEntriesNotSent) {
             for table in &self.step_tables {
                 let row = &mut self.tables[table.row as usize];
-                row.dirty_from = row.blocks.len() as u32;
+                row.runs.iter_mut().for_each(|run| run.dirty_from = run.pool_end());
             }
         }
         while let Some(undo) = self.journal.pop() {
             match undo {
-                Undo::Copied { table, entry, source, registered, borrowed, .. }
+                Undo::Copied { table, lane, entry, source, registered, borrowed, .. }
                     if self.live(table).is_ok() && !fault!(RollbackKeepsCopy) =>
                 {
-                    self.pool.retain(source);
-                    let copy = self.replace_block(table.row as usize, entry, source);
-                    let row = &mut self.tables[table.row as usize];
-                    if self.pool.is_cached(source) {
-                        (row.registered, row.borrowed) = (registered, borrowed);
-                    }
-                    self.release_block(copy);
+                    self.undo_copy(table.row as usize, lane as usize, entry, source, (registered, borrowed));
                 }
-                Undo::Grown { table, num_blocks, len, parked } if self.live(table).is_ok() => {
-                    self.shrink(table, num_blocks);
+                Undo::Grown { table, len, parked } if self.live(table).is_ok() => {
+                    self.shrink(table, len);
                     let row = &mut self.tables[table.row as usize];
                     if !fault!(RollbackKeepsLength) {
                         row.len = len;
@@ -342,8 +401,9 @@ impl KvCache {
                 Undo::Parked { table } if self.live(table).is_ok() => {
                     self.tables[table.row as usize].parked = false;
                 }
-                Undo::Returned { table, parked, first_entry, first_return, num_blocks } => {
-                    self.undo_return(first_entry as usize, first_return as usize, num_blocks as usize);
+                Undo::Returned { table, parked, lane, first_entry, first_return, num_blocks } => {
+                    let returns = first_return as usize..(first_return + num_blocks) as usize;
+                    self.undo_return(lane as usize, first_entry, returns);
                     if self.live(table).is_ok() {
                         self.tables[table.row as usize].parked = parked;
                     }
@@ -354,6 +414,27 @@ impl KvCache {
         self.step_tables.clear();
         self.drop_swap_outs();
         self.end_step();
+    }
+
+    fn undo_copy(
+        &mut self,
+        row: usize,
+        lane: usize,
+        entry: u32,
+        source: BlockId,
+        (registered, borrowed): (u32, Option<u32>),
+    ) {
+        self.pool.retain(source);
+        let copy = self.replace_block(row, lane, entry, source);
+        if self.pool.is_cached(source) {
+            self.tables[row].runs[lane].borrowed = borrowed;
+            if !self.nodes.is_anchored() && registered == self.tables[row].registered + 1 {
+                self.step_to(row, self.nodes.node_of(source));
+            } else if self.nodes.is_anchored() && lane == 0 {
+                self.tables[row].registered = registered;
+            }
+        }
+        self.release_block(copy);
     }
 
     fn end_step(&mut self) {

@@ -8,28 +8,33 @@
 //! Tables that share a block have it at the same entry, and all before it alike. So those that move along with a table
 //! are found by one look at each: they end where it has the same block.
 
-use crate::cache::block_table::BlockTable;
+use crate::cache::block_table::{BlockTable, Run};
 use crate::cache::host_pool::{Ended, HostSlot};
 use crate::cache::step::Undo;
 use crate::cache::{BlockSwap, KvCache};
 use crate::error::CacheError;
 use crate::ids::{BlockId, StepId, TableId};
+use std::ops::Range;
 
 impl KvCache {
     /// Blocks of a table that swapping it out would move, and the pool would have free. What `spared` holds stays.
     pub(crate) fn swappable_blocks(&self, table: TableId, spared: Option<TableId>) -> u32 {
         match self.live(table) {
-            Ok(row) if !row.in_step => self.movable_blocks(table, &self.moving_with(table, spared)),
+            Ok(row) if !row.in_step => (0..self.lanes.len())
+                .map(|lane| self.movable_blocks(table, lane, &self.moving_with(table, lane, spared)))
+                .sum(),
             _ => 0,
         }
     }
 
-    /// The rows of a table and of those that its blocks move for, too: they were swapped out, `spared` is not among them,
-    /// and hold nothing of the pool that the table does not. Longest first, the table itself before all others.
-    fn moving_with(&self, table: TableId, spared: Option<TableId>) -> Vec<usize> {
+    /// The rows of a table and of those that its blocks of a lane move for, too: they were swapped out, `spared` is not
+    /// among them, and their last one in the pool is one of the table's. Those that reach furthest first, the table itself
+    /// before all others.
+    fn moving_with(&self, table: TableId, lane: usize, spared: Option<TableId>) -> Vec<usize> {
         let own = table.row as usize;
         let spared = spared.map(|spared| spared.row as usize);
-        let mut rows = self.ending_in(&self.tables[own].blocks, 0, |row, other| {
+        let run = &self.tables[own].runs[lane];
+        let mut rows = self.ending_in(lane, &run.blocks, run.first, |row, other| {
             row == own || (other.is_out() && Some(row) != spared)
         });
         if let Some(place) = rows.iter().position(|&row| row == own) {
@@ -38,36 +43,45 @@ impl KvCache {
         rows
     }
 
-    /// Rows whose last block is one of `blocks`, which are a table's from entry `first` on, at its own entry; longest
-    /// first. O(tables), and the sorting of those found.
+    /// Rows whose last block in a lane is one of `blocks`, which are a table's from entry `first` on, at its own entry;
+    /// those that reach furthest first. O(tables), and the sorting of those found.
     fn ending_in(
         &self,
+        lane: usize,
         blocks: &[BlockId],
-        first: usize,
+        first: u32,
         among: impl Fn(usize, &BlockTable) -> bool,
     ) -> Vec<usize> {
         let ends = |(row, table): &(usize, &BlockTable)| {
             self.note_look();
-            let entry = table.blocks.len().checked_sub(first + 1);
-            let same = entry.is_some_and(|entry| blocks.get(entry) == table.blocks.last());
-            same && table.live && among(*row, table)
+            if !table.live || !among(*row, table) {
+                return false;
+            }
+            let run = &table.runs[lane];
+            let entry = run.pool_end().checked_sub(first + 1);
+            let same = entry.is_some_and(|entry| blocks.get(entry as usize) == run.blocks.last());
+            same && !run.blocks.is_empty()
         };
         let mut rows: Vec<usize> = self.tables.iter().enumerate().filter(ends).map(|(row, _)| row).collect();
-        rows.sort_by_key(|&row| std::cmp::Reverse(self.tables[row].blocks.len()));
+        rows.sort_by_key(|&row| std::cmp::Reverse(self.tables[row].runs[lane].pool_end()));
         rows
     }
 
-    /// How many blocks, from a table's last one on, nobody would hold if `rows`, which begin with the table's, let go.
-    fn movable_blocks(&self, table: TableId, rows: &[usize]) -> u32 {
-        let blocks = &self.tables[table.row as usize].blocks;
-        let mut holders = 0;
-        let moves = |&entry: &usize| {
-            let longer = |&&row: &&usize| self.tables[row].blocks.len() > entry;
-            holders += rows[holders..].iter().take_while(longer).count();
-            let block = blocks[entry];
-            self.pool.ref_count(block) as usize == holders && !self.pool.is_pinned(block)
+    /// How many blocks, from a table's last one in a lane on, nobody would hold if `rows`, which begin with the table's, let
+    /// go.
+    fn movable_blocks(&self, table: TableId, lane: usize, rows: &[usize]) -> u32 {
+        let run = |row: usize| &self.tables[row].runs[lane];
+        let own = run(table.row as usize);
+        let mut reaching = 0;
+        let moves = |&entry: &u32| {
+            let reaches = |&&row: &&usize| run(row).pool_end() > entry;
+            reaching += rows[reaching..].iter().take_while(reaches).count();
+            let holders = rows[..reaching].iter().filter(|&&row| run(row).first <= entry).count();
+            own.block_at(entry).is_some_and(|block| {
+                self.pool.ref_count(block) as usize == holders && !self.pool.is_pinned(block)
+            })
         };
-        (0..blocks.len()).rev().take_while(moves).count() as u32
+        (own.first..own.pool_end()).rev().take_while(moves).count() as u32
     }
 
     /// Swaps a table out, as part of the outstanding step, until it is swapped in or grows: what stays in the pool because
@@ -91,40 +105,51 @@ impl KvCache {
     pub(crate) fn swap_out(&mut self, table: TableId, spared: Option<TableId>) -> Result<u32, CacheError> {
         debug_assert!(self.outstanding, "blocks are moved only by a step");
         self.idle(table)?;
-        let rows = self.moving_with(table, spared);
-        let needed = self.movable_blocks(table, &rows);
+        let lanes = 0..self.lanes.len();
+        let moving = |lane| {
+            let rows = self.moving_with(table, lane, spared);
+            (self.movable_blocks(table, lane, &rows), rows)
+        };
+        let moves: Vec<(u32, Vec<usize>)> = lanes.map(moving).collect();
+        let needed = moves.iter().map(|(blocks, _)| blocks).sum();
         let available = self.host.as_ref().map_or(0, |host| host.num_free());
         if needed > available {
             return Err(CacheError::HostPoolFull { needed, available });
         }
-        for _ in 0..needed {
-            self.send_last_block(&rows);
+        for (lane, (blocks, rows)) in moves.iter().enumerate() {
+            (0..*blocks).for_each(|_| self.send_last_block(lane, rows));
         }
         Ok(needed)
     }
 
-    /// Moves the last block of the first of `rows`, and of those behind it that are as long.
-    fn send_last_block(&mut self, rows: &[usize]) {
-        let len = self.tables[rows[0]].blocks.len();
-        let holders = rows.iter().take_while(|&&row| self.tables[row].blocks.len() == len).count();
-        let Some(&block) = self.tables[rows[0]].blocks.last() else { return };
+    /// Moves the last block of the first of `rows` in a lane, and of those behind it that end with it.
+    fn send_last_block(&mut self, lane: usize, rows: &[usize]) {
+        let Some(&block) = self.tables[rows[0]].runs[lane].blocks.last() else { return };
+        let end = self.tables[rows[0]].runs[lane].pool_end();
+        let ends_here = |row: &usize| {
+            let run = &self.tables[*row].runs[lane];
+            run.pool_end() == end && !run.blocks.is_empty()
+        };
+        let reaching = rows.iter().take_while(|&&row| self.tables[row].runs[lane].pool_end() == end);
+        let holders: Vec<usize> = reaching.copied().filter(ends_here).collect();
         let step = self.last_step;
-        let Some(slot) = self.host.as_mut().and_then(|host| host.send(step, holders as u32)) else {
+        let Some(slot) = self.host.as_mut().and_then(|host| host.send(step, holders.len() as u32)) else {
             self.poison("the free list of the host pool is shorter than its count");
             return;
         };
-        self.exchange_last(&rows[..holders], block, slot);
+        self.exchange_last(lane, &holders, block, slot);
         self.step_outs.push(BlockSwap { block: block.0, host_slot: slot.0 });
     }
 
-    /// All of `rows` hold a slot of the host pool where they held a block, their last one.
-    fn exchange_last(&mut self, rows: &[usize], block: BlockId, slot: HostSlot) {
+    /// All of `rows` hold a slot of the host pool where they held a block, their last one in a lane.
+    fn exchange_last(&mut self, lane: usize, rows: &[usize], block: BlockId, slot: HostSlot) {
         for &row in rows {
-            let last = self.pop_block(row);
+            let last = self.pop_block(row, lane);
             debug_assert_eq!(last, Some(block), "tables that share a block differ before it");
-            let table = &mut self.tables[row];
-            table.host.push_front(slot);
-            table.mark_replaced(table.blocks.len());
+            let run = &mut self.tables[row].runs[lane];
+            run.host.push_front(slot);
+            let end = run.pool_end();
+            self.mark_replaced(row, lane, end);
             self.release_block(block);
         }
     }
@@ -135,14 +160,16 @@ impl KvCache {
     /// # Errors
     /// As [`len`](Self::len).
     pub fn host_blocks_of(&self, table: TableId) -> Result<u32, CacheError> {
-        Ok(self.live(table)?.host.len() as u32)
+        Ok(self.live(table)?.host_blocks())
     }
 
     /// Whether all of a table's blocks in the host pool have arrived there.
     pub(crate) fn can_return(&self, table: TableId) -> bool {
         match (self.live(table), &self.host) {
             (Ok(_), Some(_)) if fault!(ReturnsBeforeArrival) => true,
-            (Ok(row), Some(host)) => row.host.iter().all(|&slot| !host.is_arriving(slot)),
+            (Ok(row), Some(host)) => {
+                row.runs.iter().all(|run| run.host.iter().all(|&slot| !host.is_moving(slot)))
+            }
             (row, _) => row.is_ok(),
         }
     }
@@ -155,7 +182,7 @@ impl KvCache {
     pub(crate) fn swap_in(&mut self, table: TableId) -> Result<(), CacheError> {
         debug_assert!(self.outstanding, "blocks are moved only by a step");
         let row = self.idle(table)?;
-        let (needed, parked, first_entry) = (row.host.len() as u32, row.parked, row.blocks.len() as u32);
+        let (needed, parked) = (row.host_blocks(), row.parked);
         let available = self.pool.num_available();
         if needed > available {
             return Err(CacheError::NoFreeBlocks { needed, available });
@@ -163,29 +190,45 @@ impl KvCache {
         if !self.can_return(table) {
             return Err(CacheError::InTransfer { table });
         }
-        let first_return = self.step_ins.len() as u32;
         self.tables[table.row as usize].parked = false;
-        self.journal.push(Undo::Returned { table, parked, first_entry, first_return, num_blocks: needed });
-        let mut rows = self.returning_with(table);
-        while let Some(&slot) = self.tables[table.row as usize].host.front() {
-            let Some(block) = self.take_block() else {
-                self.poison("the free list is shorter than its count");
-                break;
-            };
-            rows.retain(|&row| self.tables[row].host.front() == Some(&slot));
-            self.fetch(&rows, slot, block);
+        for lane in 0..self.lanes.len() {
+            self.return_run(table, lane, parked);
         }
         Ok(())
     }
 
-    /// Rows that hold the first of a table's slots of the host pool, the table's own among them.
-    fn returning_with(&mut self, table: TableId) -> Vec<usize> {
-        let Some(&slot) = self.tables[table.row as usize].host.front() else { return Vec::new() };
-        let holds = |&row: &usize| {
-            self.note_look();
-            self.tables[row].live && self.tables[row].host.front() == Some(&slot)
+    fn return_run(&mut self, table: TableId, lane: usize, parked: bool) {
+        let row = table.row as usize;
+        let run = &self.tables[row].runs[lane];
+        let (first_entry, num_blocks) = (run.pool_end(), run.host.len() as u32);
+        let first_return = self.step_ins.len() as u32;
+        let undo = Undo::Returned { table, parked, lane: lane as u32, first_entry, first_return, num_blocks };
+        self.journal.push(undo);
+        let mut rows = self.returning_with(row, lane);
+        while let Some(&slot) = self.tables[row].runs[lane].host.front() {
+            let Some(block) = self.take_block() else {
+                self.poison("the free list is shorter than its count");
+                break;
+            };
+            rows.retain(|&row| self.tables[row].runs[lane].host.front() == Some(&slot));
+            self.fetch(lane, &rows, slot, block);
+        }
+    }
+
+    /// Rows that the first of a table's slots of the host pool returns for, its own among them: all that hold it. In a lane
+    /// that slides tables may hold the same slots from different ones on, so there each has a copy of its own, and the slot
+    /// stays for the others.
+    fn returning_with(&mut self, own: usize, lane: usize) -> Vec<usize> {
+        let Some(&slot) = self.tables[own].runs[lane].host.front() else { return Vec::new() };
+        let rows: Vec<usize> = if self.lanes[lane].slides() {
+            vec![own]
+        } else {
+            let holds = |&row: &usize| {
+                self.note_look();
+                self.tables[row].live && self.tables[row].runs[lane].host.front() == Some(&slot)
+            };
+            (0..self.tables.len()).filter(holds).collect()
         };
-        let rows: Vec<usize> = (0..self.tables.len()).filter(holds).collect();
         for &row in &rows {
             let (step, id) = (self.last_step, self.id_of(row));
             if let Some(host) = &mut self.host {
@@ -195,19 +238,19 @@ impl KvCache {
         rows
     }
 
-    /// A block, taken for one table, replaces a slot for all that hold it: those of `rows`. It is given to nobody else in
-    /// this step, nor moved out again, for the step fills it.
-    fn fetch(&mut self, rows: &[usize], slot: HostSlot, block: BlockId) {
+    /// A block, taken for one table, replaces a slot for those of `rows`. It is given to nobody else in this step, nor moved
+    /// out again, for the step fills it.
+    fn fetch(&mut self, lane: usize, rows: &[usize], slot: HostSlot, block: BlockId) {
         let step = self.last_step;
         if let Some(host) = &mut self.host {
-            host.fetch(step, slot);
+            host.fetch(step, slot, rows.len() as u32);
         }
         self.pool.pin(block);
         for &row in rows {
-            self.push_block(row, block);
-            let table = &mut self.tables[row];
-            table.host.pop_front();
-            table.mark_dirty(table.blocks.len() - 1);
+            self.push_block(row, lane, block);
+            let run = &mut self.tables[row].runs[lane];
+            run.host.pop_front();
+            run.mark_dirty(run.pool_end() - 1);
         }
         for _ in 1..rows.len() {
             self.pool.retain(block);
@@ -215,20 +258,22 @@ impl KvCache {
         self.step_ins.push(BlockSwap { block: block.0, host_slot: slot.0 });
     }
 
-    /// Undoes a [`swap_in`](Self::swap_in): whoever still holds one of its blocks holds the slot again. What others could
-    /// find of them was never there.
-    pub(super) fn undo_return(&mut self, first_entry: usize, first_return: usize, num_blocks: usize) {
-        let returns = self.step_ins.split_off(first_return);
-        let blocks: Vec<BlockId> = returns.iter().take(num_blocks).map(|swap| BlockId(swap.block)).collect();
-        let rows = self.ending_in(&blocks, first_entry, |_, _| true);
-        for (index, (&block, swap)) in blocks.iter().zip(&returns).enumerate().rev() {
-            let ends_here = |&&row: &&usize| self.tables[row].blocks.len() == first_entry + index + 1;
+    /// Undoes the return of a run: each holder of one of its blocks, which begin at `first_entry`, holds the slot again.
+    /// What others could find of them was never there.
+    pub(super) fn undo_return(&mut self, lane: usize, first_entry: u32, returns: Range<usize>) {
+        let blocks: Vec<BlockId> =
+            self.step_ins[returns.clone()].iter().map(|swap| BlockId(swap.block)).collect();
+        let slots: Vec<HostSlot> =
+            self.step_ins[returns].iter().map(|swap| HostSlot(swap.host_slot)).collect();
+        let rows = self.ending_in(lane, &blocks, first_entry, |_, _| true);
+        for (index, (&block, &slot)) in blocks.iter().zip(&slots).enumerate().rev() {
+            let end = first_entry + index as u32 + 1;
+            let ends_here = |&&row: &&usize| self.tables[row].runs[lane].pool_end() == end;
             let holders = rows.iter().take_while(ends_here).count();
             if self.pool.is_cached(block) {
-                self.forget_from(block);
+                self.forget_block(block);
             }
-            let slot = HostSlot(swap.host_slot);
-            self.exchange_last(&rows[..holders], block, slot);
+            self.exchange_last(lane, &rows[..holders], block, slot);
             if let Some(host) = &mut self.host {
                 host.unfetch(slot, holders as u32);
             }
@@ -267,19 +312,29 @@ impl KvCache {
     /// Cuts all tables before the first of their slots that is lost; none was moved out before step `since`. O(what is cut
     /// + tables + what they had moved out since).
     pub(super) fn cut_lost(&mut self, since: StepId) {
-        let block_size = self.config.block_size();
         for row in 0..self.tables.len() {
-            let (table, host) = (&self.tables[row], &self.host);
-            let is_recent = |slot: &&HostSlot| {
-                self.note_look();
-                host.as_ref().is_some_and(|host| host.sent(**slot) >= since)
-            };
-            let is_lost = |slot: &HostSlot| host.as_ref().is_some_and(|host| host.is_lost(*slot));
-            let Some(first) = table.host.iter().take_while(is_recent).position(is_lost) else { continue };
-            let keep = (table.blocks.len() + first) as u32;
-            self.shrink(self.id_of(row), keep);
-            self.tables[row].len = self.tables[row].len.min(keep * block_size);
+            let lanes = self.lanes.iter().zip(&self.tables[row].runs);
+            let lost = lanes.filter_map(|(lane, run)| {
+                Some(lane.tokens_before(run.pool_end() + self.first_lost(run, since)?))
+            });
+            let Some(len) = lost.min() else { continue };
+            // What is left may not be enough for any row after it.
+            let table = self.id_of(row);
+            let len = len.min(self.tables[row].len);
+            let len = if self.reaches(table, len) { len } else { 0 };
+            self.shrink(table, len);
+            self.tables[row].len = len;
         }
+    }
+
+    /// Which of a run's slots is the first that is lost, of those that were sent since a step.
+    fn first_lost(&self, run: &Run, since: StepId) -> Option<u32> {
+        let is_recent = |slot: &&HostSlot| {
+            self.note_look();
+            self.host.as_ref().is_some_and(|host| host.sent(**slot) >= since)
+        };
+        let is_lost = |slot: &HostSlot| self.host.as_ref().is_some_and(|host| host.is_lost(*slot));
+        run.host.iter().take_while(is_recent).position(is_lost).map(|place| place as u32)
     }
 
     fn note_look(&self) {
@@ -307,10 +362,11 @@ impl KvCache {
 #[cfg(test)]
 mod tests {
     use crate::cache::KvCache;
-    use crate::config::{CacheConfig, KvType, ModelShape};
+    use crate::config::CacheConfig;
     use crate::error::CacheError;
+    use crate::model::{KvType, ModelShape};
 
-    const SHAPE: ModelShape = ModelShape { num_layers: 1, num_query_heads: 1, num_kv_heads: 1, head_dim: 8 };
+    const SHAPE: ModelShape = ModelShape::new(1, 1, 1, 8);
     const TABLES: u32 = 64;
 
     /// What `work` looks at.
@@ -332,7 +388,7 @@ mod tests {
             let first = cache.create(len).expect("a free table");
             let grow = |cache: &mut KvCache| -> Result<(), CacheError> {
                 cache.begin_step();
-                cache.grow(first, len)?;
+                cache.grow_by(first, len)?;
                 cache.finish_step();
                 Ok(())
             };

@@ -3,8 +3,9 @@
 //! What the adapter could do does not count: an application that wants larger caches or subgroup operations enables
 //! them when it requests its device, with [`recommended_limits`] and [`recommended_features`].
 
-use crate::config::{MAX_ARENA_BYTES, ModelShape};
 use crate::error::DeviceError;
+use crate::layout::MAX_ARENA_BYTES;
+use crate::model::ModelShape;
 use crate::schedule::SchedulerConfig;
 use wgpu::{DeviceType, Features, Limits};
 
@@ -95,8 +96,8 @@ fn scheduler_config(scale: Scale, shape: &ModelShape, num_parameters: u64) -> Sc
     let default = SchedulerConfig::default();
     let half = STEP_DISPATCHES * scale.dispatch_flop / 2;
     let rows = half / num_parameters.saturating_mul(2).max(1);
-    let heads = u64::from(shape.num_query_heads) * u64::from(shape.num_layers);
-    let pairs = half / (4 * heads * u64::from(shape.head_dim)).max(1);
+    let heads = u64::from(shape.num_query_heads()) * u64::from(shape.num_layers());
+    let pairs = half / (4 * heads * u64::from(shape.head_dim())).max(1);
     SchedulerConfig {
         step_tokens: default.step_tokens.min(u32::try_from(rows).unwrap_or(u32::MAX)).max(1),
         step_work_budget: default.step_work_budget.min(pairs).max(1),
@@ -188,9 +189,10 @@ fn max_tensor_bytes(limits: &Limits) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{CacheConfig, KvType};
+    use crate::config::CacheConfig;
     use crate::gpu::options::AttentionOptions;
     use crate::gpu::setup::{QueryTiles, split_config};
+    use crate::model::KvType;
     use crate::schedule::{StepPlan, WorkSplit};
 
     #[test]
@@ -229,8 +231,8 @@ mod tests {
 
     #[test]
     fn a_recommended_step_is_within_half_a_second_of_its_kind_of_device() {
-        let large = ModelShape { num_layers: 32, num_query_heads: 32, num_kv_heads: 8, head_dim: 128 };
-        let small = ModelShape { num_layers: 30, num_query_heads: 9, num_kv_heads: 3, head_dim: 64 };
+        let large = ModelShape::new(32, 32, 8, 128);
+        let small = ModelShape::new(30, 9, 3, 64);
         // Sustained rates of slow devices of their kind, in GFLOP a second.
         for (device_type, rate, rows) in [
             (DeviceType::DiscreteGpu, 7_400, [90, 512]),
@@ -242,7 +244,8 @@ mod tests {
                 [(large, 8_000_000_000), (small, 135_000_000)].into_iter().zip(rows)
             {
                 let config = scheduler_config(Scale::of(device_type), &shape, parameters);
-                let flop_per_pair = 4 * u64::from(shape.num_query_heads * shape.head_dim * shape.num_layers);
+                let flop_per_pair =
+                    4 * u64::from(shape.num_query_heads() * shape.head_dim() * shape.num_layers());
                 let weights = 2 * parameters * u64::from(config.step_tokens);
                 let millis = (weights + config.step_work_budget * flop_per_pair) / (rate * 1_000_000);
                 assert!(millis <= 520, "{device_type:?}: {millis} ms");
@@ -256,7 +259,7 @@ mod tests {
 
     #[test]
     fn a_step_is_split_by_the_type_of_device() {
-        let shape = ModelShape { num_layers: 32, num_query_heads: 32, num_kv_heads: 8, head_dim: 128 };
+        let shape = ModelShape::new(32, 32, 8, 128);
         let cache = CacheConfig::for_blocks(512, &shape, KvType::F16).expect("a pool of 8,192 tokens");
         // One row and a whole prompt, each of 8,192 tokens: (workgroups, GFLOP, decode items, prefill dispatches).
         let plan =

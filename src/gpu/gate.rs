@@ -3,10 +3,11 @@
 //!
 //! `PAGED_KV_GATE=write` writes the files anew.
 
-use crate::config::{CacheConfig, KvType, ModelShape};
+use crate::config::CacheConfig;
 use crate::gpu::metadata::{StepRecord, num_headers, pack};
 use crate::gpu::shader::all_variants;
 use crate::ids::RequestId;
+use crate::model::{KvType, ModelShape};
 use crate::schedule::{
     Admission, PreemptionMode, Request, RowResult, Schedule, Scheduler, SchedulerConfig, SplitConfig,
     StepPlan, TransferReport, WorkSplit,
@@ -48,7 +49,7 @@ fn random(state: &mut u64, end: u32) -> u32 {
 /// Plans with prompts, decoding, branches, copies and swaps, and what they are under each of `splits`.
 fn history(seed: u64, splits: &[SplitConfig; 3]) -> [Vec<u32>; 3] {
     let mut state = seed;
-    let shape = ModelShape { num_layers: 2, num_query_heads: 4, num_kv_heads: 2, head_dim: 8 };
+    let shape = ModelShape::new(2, 4, 2, 8);
     let cache = CacheConfig::for_blocks(24 + random(&mut state, 40), &shape, KvType::F16)
         .and_then(|cache| cache.with_block_size([4, 16][seed as usize % 2]))
         .and_then(|cache| cache.with_host_blocks(16))

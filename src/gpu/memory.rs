@@ -1,10 +1,11 @@
 //! The long-lived buffers: arenas, block tables, scratch and layer parameters. All are created with the attention
 //! object and never again.
 
-use crate::config::{ArenaLayout, CacheConfig};
+use crate::config::CacheConfig;
 use crate::error::DeviceError;
 use crate::gpu::params::LayerParams;
 use crate::gpu::scope::{Refusal, guarded};
+use crate::layout::ArenaLayout;
 use wgpu::{BufferDescriptor, BufferUsages};
 
 /// Creates buffers one after the other and knows how many bytes it has made.

@@ -53,8 +53,10 @@ pub use record::PreparedStep;
 pub use stats::AttentionStats;
 pub use tensors::{BoundTensors, LayerTensors, TensorSlice};
 
-use crate::config::{ArenaLayout, CacheConfig, ModelShape};
+use crate::config::CacheConfig;
 use crate::error::{BindError, DeviceError, PrepareError};
+use crate::layout::ArenaLayout;
+use crate::model::ModelShape;
 use crate::schedule::{SplitConfig, StepPlan, TransferReport, WorkSplit};
 use capabilities::Capabilities;
 use params::STEP_PARAMS_WORDS;
@@ -82,9 +84,9 @@ pub mod shaders {
 /// ```no_run
 /// # use paged_kv::{CacheConfig, KvType, LayerTensors, ModelShape, PagedAttention, StepPlan};
 /// # fn run(device: wgpu::Device, queue: wgpu::Queue, tensors: LayerTensors<'_>, plan: StepPlan) -> Result<(), Box<dyn std::error::Error>> {
-/// let shape = ModelShape { num_layers: 30, num_query_heads: 9, num_kv_heads: 3, head_dim: 64 };
+/// let shape = ModelShape::new(30, 9, 3, 64);
 /// let cache = CacheConfig::for_bytes(512 << 20, &shape, KvType::F16)?;
-/// let mut attention = PagedAttention::new(&device, shape, cache)?;
+/// let mut attention = PagedAttention::new(&device, shape.clone(), cache)?;
 /// let tensors = attention.bind_tensors(&tensors)?;
 ///
 /// let mut step = attention.prepare(&plan)?;
@@ -92,7 +94,7 @@ pub mod shaders {
 /// attention.record_transfers(&mut encoder, &mut step);
 /// let mut pass = encoder.begin_compute_pass(&Default::default());
 /// attention.record_block_copies(&mut pass, &mut step);
-/// for layer in 0..shape.num_layers {
+/// for layer in 0..shape.num_layers() {
 ///     // The application's dispatches that write query, key and value.
 ///     attention.record_layer(&mut pass, &mut step, layer, &tensors)?;
 ///     // The application's dispatches that read output.
@@ -169,7 +171,7 @@ impl PagedAttention {
         let mut stats = AttentionStats { pipelines_created: Pipelines::COUNT, ..Default::default() };
         let pool = Pool::create(&context, cache, &mut stats)?;
         let compilation = Compilation { fold: capabilities.max_workgroups, checked: options.checked_shaders };
-        let variant = |kernel| variant(kernel, &cache, tiles, &capabilities, &options);
+        let variant = |kernel| variant(kernel, &pool.cache, tiles, &capabilities, &options);
         let pipelines = Pipelines::create(device, &layouts, compilation, &options, variant)?;
         // Kernels take their time to compile, and what a lost device has made looks like any other.
         if is_lost(device) {
@@ -225,7 +227,7 @@ impl PagedAttention {
             layouts: &self.layouts,
             attention: self.instance,
             block: *self.pool.cache.layout(),
-            num_query_heads: self.shape.num_query_heads,
+            num_query_heads: self.shape.num_query_heads(),
             activations: self.options.activations,
             storage_alignment: self.capabilities.storage_alignment,
             max_tensor_bytes: self.capabilities.max_tensor_bytes,

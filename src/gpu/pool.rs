@@ -1,7 +1,7 @@
 //! What an attention object has on its device for one cache: the pool of blocks, and everything that goes by the cache's
 //! numbers. Kernels and layouts outlive it.
 
-use crate::config::{ArenaLayout, CacheConfig, ModelShape};
+use crate::config::CacheConfig;
 use crate::error::{DeviceError, PrepareError};
 use crate::gpu::capabilities::Capabilities;
 use crate::gpu::check::PlanChecker;
@@ -16,6 +16,8 @@ use crate::gpu::pipelines::Layouts;
 use crate::gpu::setup::{QueryTiles, layer_params, partial_bytes, split_config};
 use crate::gpu::stats::AttentionStats;
 use crate::gpu::transfers::Transfers;
+use crate::layout::ArenaLayout;
+use crate::model::ModelShape;
 use crate::schedule::SplitConfig;
 
 /// One cache's memory and state on a device.
@@ -72,12 +74,12 @@ impl Pool {
         let transfers = Transfers::new(device, &cache, &arenas, options.staging_bytes, max_bytes);
         let mut pool = Self {
             id: next_instance(),
-            cache,
             arenas,
             memory,
             groups,
             slots: MetadataSlots::default(),
             checker: PlanChecker::new(&cache),
+            cache,
             ledger: Ledger::default(),
             split_config,
             transfers,

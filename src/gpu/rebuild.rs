@@ -40,7 +40,8 @@ impl PagedAttention {
     /// `prepare` and `bind_tensors` say [`DeviceLost`](crate::PrepareError::DeviceLost).
     pub fn rebuild(&mut self, device: &wgpu::Device) -> Result<(), DeviceError> {
         self.retire();
-        let mut rebuilt = Self::with_options(device, self.shape, self.pool.cache, self.options.clone())?;
+        let (shape, cache) = (self.shape.clone(), self.pool.cache.clone());
+        let mut rebuilt = Self::with_options(device, shape, cache, self.options.clone())?;
         rebuilt.pool.checker.succeed(&self.pool.checker);
         rebuilt.pool.transfers.succeed(&mut self.pool.transfers);
         rebuilt.made_before = self.stats();

@@ -169,7 +169,7 @@ impl PagedAttention {
         pass.push_debug_group("paged_kv.block_copy");
         pass.set_pipeline(&self.pipelines.block_copy);
         for arena in 0..self.pool.arenas.num_arenas() {
-            let first_layer = arena * self.pool.arenas.layers_per_arena;
+            let first_layer = arena * self.pool.arenas.layers_per_arena();
             pass.set_bind_group(0, &slot.group, &[0, first_layer * self.pool.memory.layer_stride]);
             pass.set_bind_group(1, &self.pool.groups.written_arenas[arena as usize], &[]);
             let units = self.pool.arenas.block_stride_words(arena) / 4;
@@ -238,7 +238,7 @@ impl PagedAttention {
     ) -> Result<(), RecordError> {
         self.check_layer(step, layer, tensors)?;
         step.progress.next_layer += 1;
-        if step.progress.next_layer == self.shape.num_layers {
+        if step.progress.next_layer == self.shape.num_layers() {
             step.lease.complete();
         }
         if step.rows() == 0 {
@@ -277,7 +277,7 @@ impl PagedAttention {
             return Err(RecordError::BlockCopiesMissing);
         }
         let expected = step.progress.next_layer;
-        if layer != expected || layer >= self.shape.num_layers {
+        if layer != expected || layer >= self.shape.num_layers() {
             return Err(RecordError::LayerOutOfOrder { layer, expected });
         }
         if step.rows() > tensors.rows {
@@ -342,7 +342,7 @@ impl PagedAttention {
         let counts = &target.slot.record.prefill_dispatches;
         let items = headers.map(|header| (header, counts[header as usize]));
         let kernel = ("paged_kv.attention_prefill", &self.pipelines.attention_prefill);
-        self.record_items(pass, target, kernel, items, self.shape.num_kv_heads)
+        self.record_items(pass, target, kernel, items, self.shape.num_kv_heads())
     }
 
     /// One dispatch per header and number of items.
@@ -387,8 +387,8 @@ impl PagedAttention {
         self.bind_step(pass, target, header);
         pass.set_bind_group(1, &self.pool.groups.merge, &[]);
         // Group 2 has the output.
-        let vectors = u64::from(self.pool.cache.layout().v_head_dim / 4);
-        let per_item = u64::from(self.shape.num_query_heads) * vectors;
+        let vectors = u64::from(self.pool.cache.layout().v_head_dim() / 4);
+        let per_item = u64::from(self.shape.num_query_heads()) * vectors;
         let dispatches = self.dispatch(pass, (u64::from(num_items) * per_item).div_ceil(64));
         pass.pop_debug_group();
         dispatches

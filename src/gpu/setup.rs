@@ -1,11 +1,13 @@
 //! From shapes, options and capabilities to the numbers that stay fixed for the life of an attention object.
 
-use crate::config::{ArenaLayout, CacheConfig, ModelShape};
+use crate::config::CacheConfig;
 use crate::error::{ConfigError, DeviceError};
 use crate::gpu::capabilities::Capabilities;
 use crate::gpu::options::AttentionOptions;
 use crate::gpu::params::LayerParams;
 use crate::gpu::shader::{COMPACT_QUERIES, Kernel, MAX_QUERIES, PREFILL_QUERIES, TILE, VariantKey};
+use crate::layout::ArenaLayout;
+use crate::model::ModelShape;
 use crate::schedule::SplitConfig;
 
 /// Scratch for partial results where nothing else is asked for, in bytes.
@@ -46,15 +48,15 @@ impl QueryTiles {
 pub(super) fn check_shape(shape: &ModelShape, cache: &CacheConfig) -> Result<(), DeviceError> {
     let layout = cache.layout();
     for (field, shape, cache) in [
-        ("num_layers", shape.num_layers, layout.num_layers),
-        ("num_kv_heads", shape.num_kv_heads, layout.num_kv_heads),
-        ("head_dim", shape.head_dim, layout.k_head_dim),
+        ("num_layers", shape.num_layers(), layout.num_layers()),
+        ("num_kv_heads", shape.num_kv_heads(), layout.num_kv_heads()),
+        ("head_dim", shape.head_dim(), layout.k_head_dim()),
     ] {
         if shape != cache {
             return Err(DeviceError::ShapeMismatch { field, shape, cache });
         }
     }
-    let ModelShape { num_query_heads, num_kv_heads, .. } = *shape;
+    let (num_query_heads, num_kv_heads) = (shape.num_query_heads(), shape.num_kv_heads());
     if num_query_heads == 0 {
         return Err(ConfigError::Zero { field: "num_query_heads" }.into());
     }
@@ -66,7 +68,7 @@ pub(super) fn check_shape(shape: &ModelShape, cache: &CacheConfig) -> Result<(),
 
 /// Bytes of one partial result: per query head the weighted sums, then maximum and sum, padded to 16 bytes.
 pub(super) fn partial_bytes(shape: &ModelShape, cache: &CacheConfig) -> u64 {
-    u64::from(shape.num_query_heads) * u64::from(cache.layout().v_head_dim / 4 + 1) * 16
+    u64::from(shape.num_query_heads()) * u64::from(cache.layout().v_head_dim() / 4 + 1) * 16
 }
 
 pub(super) fn split_config(
@@ -76,7 +78,7 @@ pub(super) fn split_config(
     capabilities: &Capabilities,
     tiles: QueryTiles,
 ) -> SplitConfig {
-    let workgroups_per_item = shape.num_kv_heads * tiles.head_tiles;
+    let workgroups_per_item = shape.num_kv_heads() * tiles.head_tiles;
     let target_workgroups = options.target_workgroups.unwrap_or(capabilities.scale.target_workgroups).max(1);
     let span_quantum = TILE.max(cache.block_size());
     let longest = u32::MAX / span_quantum * span_quantum;
@@ -92,7 +94,7 @@ pub(super) fn split_config(
         Some(_) => u64::from(cache.max_sequences()) * spans_of_row,
         None => {
             let decode = 2 * u64::from(target_workgroups.div_ceil(workgroups_per_item));
-            let prefill = 2 * u64::from(target_workgroups.div_ceil(shape.num_kv_heads));
+            let prefill = 2 * u64::from(target_workgroups.div_ceil(shape.num_kv_heads()));
             let rows_of_tile = 1 + tiles.prefill.div_ceil(shape.heads_per_kv_head());
             decode + u64::from(cache.max_sequences()) + prefill * u64::from(rows_of_tile)
         }
@@ -106,12 +108,12 @@ pub(super) fn split_config(
     let scratch_bytes = options.scratch_bytes.unwrap_or(default_bytes).min(capabilities.max_binding_bytes);
     let max_partials = (scratch_bytes / partial_bytes(shape, cache)).min(wanted_partials).max(1);
     let flop_per_pair = 2
-        * u64::from(shape.num_query_heads)
-        * u64::from(cache.layout().k_head_dim + cache.layout().v_head_dim);
+        * u64::from(shape.num_query_heads())
+        * u64::from(cache.layout().k_head_dim() + cache.layout().v_head_dim());
     let dispatch_flop = capabilities.scale.dispatch_flop;
     SplitConfig {
         workgroups_per_item,
-        workgroups_per_tile: shape.num_kv_heads,
+        workgroups_per_tile: shape.num_kv_heads(),
         heads_per_kv_head: shape.heads_per_kv_head(),
         prefill_queries: tiles.prefill,
         span_quantum,
@@ -130,9 +132,9 @@ pub(super) fn layer_params(
     options: &AttentionOptions,
     tiles: QueryTiles,
 ) -> Vec<LayerParams> {
-    let scale = options.scale.unwrap_or_else(|| 1.0 / (shape.head_dim as f32).sqrt());
-    let layer_units = arenas.block.layer_block_words() / 4;
-    (0..shape.num_layers)
+    let scale = options.scale.unwrap_or_else(|| 1.0 / (shape.head_dim() as f32).sqrt());
+    let layer_units = arenas.block().layer_block_words() / 4;
+    (0..shape.num_layers())
         .map(|layer| {
             let (arena, layer_in_arena) = arenas.arena_of(layer);
             // An arena has less than 2^31 bytes, so each of these fits.
@@ -141,8 +143,8 @@ pub(super) fn layer_params(
                 layer_start: (u64::from(layer_in_arena) * layer_units) as u32,
                 block_shift: cache.block_size().trailing_zeros(),
                 table_entries: cache.table_entries(),
-                num_kv_heads: shape.num_kv_heads,
-                num_query_heads: shape.num_query_heads,
+                num_kv_heads: shape.num_kv_heads(),
+                num_query_heads: shape.num_query_heads(),
                 heads_per_kv_head: shape.heads_per_kv_head(),
                 head_tiles: tiles.head_tiles,
                 scale_log2: scale * std::f32::consts::LOG2_E,
@@ -164,8 +166,8 @@ pub(super) fn variant(
     let subgroups = capabilities.subgroups && !options.disallow_subgroups;
     VariantKey::new(
         kernel,
-        (layout.k_type, layout.v_type),
-        (layout.k_head_dim, layout.v_head_dim),
+        (layout.k_type(), layout.v_type()),
+        (layout.k_head_dim(), layout.v_head_dim()),
         options.activations,
         tiles.of_kernel(kernel),
         subgroups,
@@ -189,8 +191,7 @@ mod tests {
             (3, true, 2, 2),
             (8, true, 4, 2),
         ] {
-            let shape =
-                ModelShape { num_layers: 1, num_query_heads: 2 * heads, num_kv_heads: 2, head_dim: 8 };
+            let shape = ModelShape::new(1, 2 * heads, 2, 8);
             let found = QueryTiles::of(&shape, compact);
             assert_eq!((found.head_tiles, found.decode), (tiles, queries), "{heads} heads, {compact}");
         }

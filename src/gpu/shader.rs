@@ -8,8 +8,8 @@
 //!
 //! The set of keys is finite: [`all_variants`] names them all, [`sample_variants`] a part that has every pair of choices.
 
-use crate::config::{KvType, MAX_HEAD_DIM};
 use crate::gpu::options::ActivationType;
+use crate::model::{KvType, MAX_HEAD_DIM};
 use crate::schedule::PrefillItem;
 use std::collections::HashSet;
 use std::fmt::{self, Write as _};

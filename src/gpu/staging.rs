@@ -11,10 +11,10 @@
 //!
 //! Ranges of consecutive blocks that follow each other in one buffer are copied at once.
 
-use crate::config::ArenaLayout;
 use crate::error::PrepareError;
 use crate::gpu::host_pool::SwappedBlock;
 use crate::gpu::scope::{Refusal, guarded};
+use crate::layout::ArenaLayout;
 use std::ops::Range;
 use wgpu::{Buffer, BufferDescriptor, BufferUsages};
 
@@ -221,11 +221,12 @@ impl StagingBuffers {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{CacheConfig, KvType, ModelShape};
+    use crate::config::CacheConfig;
+    use crate::model::{KvType, ModelShape};
 
     /// Arenas of two layers and one: 512 bytes of a block in the first, 256 in the second.
     fn layout(staging_bytes: u64) -> StagingLayout {
-        let shape = ModelShape { num_layers: 3, num_query_heads: 1, num_kv_heads: 1, head_dim: 8 };
+        let shape = ModelShape::new(3, 1, 1, 8);
         let config = CacheConfig::for_blocks(10, &shape, KvType::F32)
             .and_then(|config| config.with_block_size(4))
             .expect("a valid configuration");

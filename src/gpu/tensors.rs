@@ -2,13 +2,13 @@
 //!
 //! The application binds its buffers once and keeps the result. All layers may share one set, or have one each.
 
-use crate::config::BlockLayout;
 use crate::error::BindError;
 use crate::gpu::memory::create_uniform;
 use crate::gpu::options::ActivationType;
 use crate::gpu::params::TensorParams;
 use crate::gpu::pipelines::Layouts;
 use crate::gpu::scope::{Refusal, guarded};
+use crate::layout::BlockLayout;
 use std::num::NonZeroU64;
 use wgpu::{
     BindGroup, BindGroupDescriptor, BindGroupEntry, BindGroupLayout, BindingResource, BufferBinding,
@@ -77,10 +77,10 @@ impl Binder<'_> {
     pub(super) fn bind(&self, tensors: &LayerTensors<'_>) -> Result<BoundTensors, BindError> {
         let LayerTensors { query, key, value, output } = tensors;
         let block = &self.block;
-        let query_bytes = self.check("query", query, self.num_query_heads * block.k_head_dim)?;
-        let key_bytes = self.check("key", key, block.num_kv_heads * block.k_head_dim)?;
-        let value_bytes = self.check("value", value, block.num_kv_heads * block.v_head_dim)?;
-        let output_bytes = self.check("output", output, self.num_query_heads * block.v_head_dim)?;
+        let query_bytes = self.check("query", query, self.num_query_heads * block.k_head_dim())?;
+        let key_bytes = self.check("key", key, block.num_kv_heads() * block.k_head_dim())?;
+        let value_bytes = self.check("value", value, block.num_kv_heads() * block.v_head_dim())?;
+        let output_bytes = self.check("output", output, self.num_query_heads * block.v_head_dim())?;
         for (tensor, input) in [("query", query), ("key", key), ("value", value)] {
             if input.buffer == output.buffer {
                 return Err(BindError::OutputAliases { tensor });

@@ -12,7 +12,7 @@
 //! A submission that wgpu refuses maps its buffers all the same, and they hold what they held before. Therefore the
 //! commands end with a copy of the step's number from its metadata, the *stamp*: without it, nothing has arrived.
 
-use crate::config::{ArenaLayout, CacheConfig};
+use crate::config::CacheConfig;
 use crate::error::PrepareError;
 use crate::gpu::host_pool::{HostPool, SwappedBlock};
 use crate::gpu::metadata::{MAX_SLOTS, has_swaps};
@@ -20,6 +20,7 @@ use crate::gpu::scope::guarded;
 use crate::gpu::staging::{StagingBuffers, StagingLayout};
 use crate::gpu::stats::AttentionStats;
 use crate::ids::StepId;
+use crate::layout::ArenaLayout;
 use crate::schedule::{StepPlan, TransferReport};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};

@@ -57,9 +57,10 @@ impl PagedAttention {
             tiles: self.tiles,
         };
         let mut pool = Pool::create(&context, cache, &mut self.stats)?;
-        let (new, old) = (cache.layout(), self.pool.cache.layout());
-        if (new.k_type, new.v_type, new.v_head_dim) != (old.k_type, old.v_type, old.v_head_dim) {
-            let variant = |kernel| variant(kernel, &cache, self.tiles, &self.capabilities, &self.options);
+        let (new, old) = (pool.cache.layout(), self.pool.cache.layout());
+        if (new.k_type(), new.v_type(), new.v_head_dim()) != (old.k_type(), old.v_type(), old.v_head_dim()) {
+            let variant =
+                |kernel| variant(kernel, &pool.cache, self.tiles, &self.capabilities, &self.options);
             self.pipelines =
                 Pipelines::create(&self.device, &self.layouts, self.compilation, &self.options, variant)?;
             self.stats.pipelines_created = Pipelines::COUNT;
@@ -67,7 +68,7 @@ impl PagedAttention {
         if is_lost(&self.device) {
             return Err(DeviceError::DeviceLost);
         }
-        if new.v_head_dim != old.v_head_dim {
+        if new.v_head_dim() != old.v_head_dim() {
             self.instance = next_instance();
         }
         pool.transfers.count_on(&self.pool.transfers);

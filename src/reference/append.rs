@@ -1,7 +1,7 @@
 //! Twin of `append`: writes new tokens' keys and values into their slots.
 
-use crate::config::KvPart;
 use crate::ids::PADDING_SLOT;
+use crate::layout::KvPart;
 use crate::reference::{CpuCache, Rows};
 
 /// Writes row `i` of `key` (`[num_kv_heads, k_head_dim]`) and of `value` (`[num_kv_heads, v_head_dim]`) into slot
@@ -14,17 +14,17 @@ use crate::reference::{CpuCache, Rows};
 /// When a slot lies beyond the pool, there is no such layer, or a tensor has fewer rows than there are slots.
 pub fn append(cache: &mut CpuCache, layer: u32, slot_mapping: &[u32], key: Rows<'_>, value: Rows<'_>) {
     let layout = *cache.layout();
-    let block = layout.block;
-    let (k_len, v_len) = (block.k_head_dim as usize, block.v_head_dim as usize);
-    let num_slots = u64::from(layout.num_blocks) * u64::from(block.block_size);
+    let block = layout.block();
+    let (k_len, v_len) = (block.k_head_dim() as usize, block.v_head_dim() as usize);
+    let num_slots = u64::from(layout.num_blocks()) * u64::from(block.block_size());
     for (row, &slot) in slot_mapping.iter().enumerate() {
         if slot == PADDING_SLOT {
             continue;
         }
         assert!(u64::from(slot) < num_slots, "slot {slot} lies beyond the pool's {num_slots}");
-        let (block_index, slot_in_block) = (slot / block.block_size, slot % block.block_size);
-        let keys = key.row(row, k_len * block.num_kv_heads as usize);
-        let values = value.row(row, v_len * block.num_kv_heads as usize);
+        let (block_index, slot_in_block) = (slot / block.block_size(), slot % block.block_size());
+        let keys = key.row(row, k_len * block.num_kv_heads() as usize);
+        let values = value.row(row, v_len * block.num_kv_heads() as usize);
         for (kv_head, key) in (0..).zip(keys.chunks_exact(k_len)) {
             cache.write_row(layer, KvPart::K, block_index, kv_head, slot_in_block, key);
         }

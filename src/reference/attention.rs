@@ -22,22 +22,20 @@ pub struct AttentionInputs<'a> {
 impl<'a> AttentionInputs<'a> {
     /// Inputs with the usual scale, `1 / sqrt(k_head_dim)`.
     pub fn new(cache: &'a CpuCache, plan: &'a StepPlan, layer: u32, query: Rows<'a>) -> Self {
-        let scale = 1.0 / (cache.layout().block.k_head_dim as f32).sqrt();
+        let scale = 1.0 / (cache.layout().block().k_head_dim() as f32).sqrt();
         Self { cache, plan, layer, query, scale }
     }
 
-    /// Rows of a sequence, and the tokens it holds before the first of them.
-    ///
-    /// More rows than tokens leave the first rows without a key: the number before is then negative.
-    pub(super) fn rows_and_past(&self, sequence: u32) -> (u32, i64) {
+    /// Tokens that a sequence's last row sees, and its rows.
+    pub(super) fn context_and_rows(&self, sequence: u32) -> (usize, usize) {
         let starts = self.plan.query_starts();
         let rows = starts[sequence as usize + 1] - starts[sequence as usize];
-        (rows, i64::from(self.plan.context_lens()[sequence as usize]) - i64::from(rows))
+        (self.plan.context_lens()[sequence as usize] as usize, rows as usize)
     }
 
     /// The query of one head in one row.
     pub(super) fn query_of(&self, row: u32, head: u32) -> &'a [f32] {
-        let k_len = self.cache.layout().block.k_head_dim as usize;
+        let k_len = self.cache.layout().block().k_head_dim() as usize;
         let row = self.query.row(row as usize, k_len * self.cache.num_query_heads() as usize);
         &row[head as usize * k_len..][..k_len]
     }

@@ -20,14 +20,14 @@ pub fn attention_decode(
     output: &mut RowsMut<'_>,
     partials: &mut RowsMut<'_>,
 ) {
-    let block = &inputs.cache.layout().block;
-    let v_len = block.v_head_dim as usize;
+    let block = &inputs.cache.layout().block();
+    let v_len = block.v_head_dim() as usize;
     let heads = inputs.cache.heads_per_kv_head();
     let mut softmax = OnlineSoftmax::new(inputs.cache);
     for item in items {
         let row = inputs.plan.query_starts()[item.sequence as usize];
         let table = inputs.table(item.sequence);
-        for kv_head in 0..block.num_kv_heads {
+        for kv_head in 0..block.num_kv_heads() {
             softmax.clear();
             for head in kv_head * heads..(kv_head + 1) * heads {
                 softmax.push_query(inputs.query_of(row, head), inputs.scale, item.end_token);

@@ -13,7 +13,7 @@ use crate::schedule::MergeItem;
 /// # Panics
 /// When `partials` lacks a partial result, or `output` does not hold an item's row.
 pub fn attention_merge(cache: &CpuCache, items: &[MergeItem], partials: Rows<'_>, output: &mut RowsMut<'_>) {
-    let v_len = cache.layout().block.v_head_dim as usize;
+    let v_len = cache.layout().block().v_head_dim() as usize;
     let mut accumulator = vec![0.0f32; v_len];
     for item in items {
         let row = output.row_mut(item.row as usize, cache.output_len());

@@ -11,7 +11,7 @@ use crate::reference::CpuCache;
 /// # Panics
 /// When a block lies beyond the pool, or the pairs' order would matter.
 pub fn block_copy(cache: &mut CpuCache, copies: &[BlockCopy]) {
-    let num_blocks = cache.layout().num_blocks as usize;
+    let num_blocks = cache.layout().num_blocks() as usize;
     let mut is_destination = vec![false; num_blocks];
     let effective = || copies.iter().filter(|copy| copy.source != copy.destination);
     for copy in effective() {

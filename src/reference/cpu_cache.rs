@@ -6,7 +6,9 @@
 //! The host pool, where the configuration has one, takes memory slot by slot as blocks are moved there.
 
 use crate::BlockSwap;
-use crate::config::{ArenaLayout, CacheConfig, KvPart, KvType, ModelShape};
+use crate::config::CacheConfig;
+use crate::layout::{ArenaLayout, KvPart};
+use crate::model::{KvType, ModelShape};
 use crate::reference::f16::{pack_word, unpack_word};
 use crate::schedule::{SplitConfig, StepPlan};
 
@@ -32,21 +34,21 @@ impl CpuCache {
     pub fn new(shape: &ModelShape, config: &CacheConfig) -> Self {
         let block = *config.layout();
         assert_eq!(
-            (block.num_layers, block.num_kv_heads, block.k_head_dim),
-            (shape.num_layers, shape.num_kv_heads, shape.head_dim),
+            (block.num_layers(), block.num_kv_heads(), block.k_head_dim()),
+            (shape.num_layers(), shape.num_kv_heads(), shape.head_dim()),
             "layers, kv heads and key head size of the cache, then of the model"
         );
         assert!(
-            shape.num_query_heads.is_multiple_of(shape.num_kv_heads),
+            shape.num_query_heads().is_multiple_of(shape.num_kv_heads()),
             "{} query heads are no multiple of {} kv heads",
-            shape.num_query_heads,
-            shape.num_kv_heads
+            shape.num_query_heads(),
+            shape.num_kv_heads()
         );
-        let layout = ArenaLayout::new(block, config.num_blocks(), block.num_layers)
+        let layout = ArenaLayout::new(block, config.num_blocks(), block.num_layers())
             .expect("a configuration has checked its layout, and the bytes of the pool");
         Self {
             layout,
-            num_query_heads: shape.num_query_heads,
+            num_query_heads: shape.num_query_heads(),
             max_sequences: config.max_sequences(),
             table_entries: config.table_entries(),
             fingerprint: config.fingerprint(),
@@ -68,18 +70,18 @@ impl CpuCache {
 
     /// Query heads that read one kv head.
     pub fn heads_per_kv_head(&self) -> u32 {
-        self.num_query_heads / self.layout.block.num_kv_heads
+        self.num_query_heads / self.layout.block().num_kv_heads()
     }
 
     /// Elements of an output row: `[num_query_heads, v_head_dim]`.
     pub fn output_len(&self) -> usize {
-        self.num_query_heads as usize * self.layout.block.v_head_dim as usize
+        self.num_query_heads as usize * self.layout.block().v_head_dim() as usize
     }
 
     /// Elements of a partial result: `[num_query_heads, v_head_dim + 2]`, per head the unnormalised sum of values, then
     /// the maximum logit in base 2, then the sum of weights.
     pub fn partial_len(&self) -> usize {
-        self.num_query_heads as usize * (self.layout.block.v_head_dim as usize + 2)
+        self.num_query_heads as usize * (self.layout.block().v_head_dim() as usize + 2)
     }
 
     /// A split that suits `num_threads` threads: tiles of whole rows, spans only where there are fewer rows than
@@ -91,7 +93,7 @@ impl CpuCache {
             workgroups_per_tile: num_threads.max(1),
             heads_per_kv_head: self.heads_per_kv_head(),
             prefill_queries: self.heads_per_kv_head().saturating_mul(16),
-            span_quantum: self.layout.block.block_size.max(32),
+            span_quantum: self.layout.block().block_size().max(32),
             target_workgroups: num_threads,
             max_partials: num_threads.saturating_mul(2),
             fixed_span_tokens: None,
@@ -169,7 +171,7 @@ impl CpuCache {
     /// # Panics
     /// For a layer, block, head or slot that there is not.
     pub fn key_row(&self, layer: u32, block: u32, kv_head: u32, slot_in_block: u32) -> Vec<f32> {
-        let mut row = vec![0.0; self.layout.block.k_head_dim as usize];
+        let mut row = vec![0.0; self.layout.block().k_head_dim() as usize];
         self.read_rows(layer, KvPart::K, block, kv_head, slot_in_block, &mut row);
         row
     }
@@ -179,7 +181,7 @@ impl CpuCache {
     /// # Panics
     /// For a layer, block, head or slot that there is not.
     pub fn value_row(&self, layer: u32, block: u32, kv_head: u32, slot_in_block: u32) -> Vec<f32> {
-        let mut row = vec![0.0; self.layout.block.v_head_dim as usize];
+        let mut row = vec![0.0; self.layout.block().v_head_dim() as usize];
         self.read_rows(layer, KvPart::V, block, kv_head, slot_in_block, &mut row);
         row
     }
@@ -191,13 +193,13 @@ impl CpuCache {
     /// For a layer or table row that there is not, for more tokens than a table has slots, and for an entry that names no
     /// block of the pool.
     pub fn gather(&self, layer: u32, table_row: u32, num_tokens: u32) -> (Vec<f32>, Vec<f32>) {
-        let block_size = self.layout.block.block_size;
+        let block_size = self.layout.block().block_size();
         let slots = u64::from(self.table_entries) * u64::from(block_size);
         assert!(u64::from(num_tokens) <= slots, "{num_tokens} tokens of a table of {slots} slots");
         let (mut keys, mut values) = (Vec::new(), Vec::new());
         for token in 0..num_tokens {
             let block = self.table(table_row)[(token / block_size) as usize];
-            for kv_head in 0..self.layout.block.num_kv_heads {
+            for kv_head in 0..self.layout.block().num_kv_heads() {
                 keys.extend(self.key_row(layer, block, kv_head, token % block_size));
                 values.extend(self.value_row(layer, block, kv_head, token % block_size));
             }
@@ -219,8 +221,8 @@ impl CpuCache {
         row: &[f32],
     ) {
         let head_dim = match part {
-            KvPart::K => self.layout.block.k_head_dim,
-            KvPart::V => self.layout.block.v_head_dim,
+            KvPart::K => self.layout.block().k_head_dim(),
+            KvPart::V => self.layout.block().v_head_dim(),
         };
         assert_eq!(row.len(), head_dim as usize, "elements of the row, and of a head");
         let start = self.layout.row_word(layer, part, block, kv_head, slot_in_block) as usize;
@@ -259,8 +261,8 @@ impl CpuCache {
 
     fn part_type(&self, part: KvPart) -> KvType {
         match part {
-            KvPart::K => self.layout.block.k_type,
-            KvPart::V => self.layout.block.v_type,
+            KvPart::K => self.layout.block().k_type(),
+            KvPart::V => self.layout.block().v_type(),
         }
     }
 }

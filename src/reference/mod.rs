@@ -22,10 +22,10 @@
 //! use paged_kv::reference::{self, AttentionInputs, CpuCache, Rows, RowsMut};
 //! use paged_kv::{CacheConfig, KvCache, KvType, ModelShape, StepBuilder, WorkSplit};
 //!
-//! let shape = ModelShape { num_layers: 1, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
+//! let shape = ModelShape::new(1, 2, 1, 8);
 //! let config = CacheConfig::for_blocks(4, &shape, KvType::F16)?;
-//! let mut cache = KvCache::new(config);
 //! let mut cpu = CpuCache::new(&shape, &config);
+//! let mut cache = KvCache::new(config);
 //! let mut split = WorkSplit::default();
 //!
 //! let sequence = cache.create(64)?;
@@ -63,6 +63,7 @@ mod f16;
 mod online_softmax;
 mod parts;
 mod rows;
+mod rule;
 mod swap;
 
 pub use append::append;

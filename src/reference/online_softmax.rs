@@ -3,7 +3,7 @@
 //! Keys are taken in tiles. A tile's rows are decoded once for all queries; per query the tile's logits are computed,
 //! the running maximum raised, what was summed so far scaled down to it, and the weighted values added.
 
-use crate::config::KvPart;
+use crate::layout::KvPart;
 use crate::reference::CpuCache;
 
 /// Where a running maximum starts: finite, and below any logit of finite queries and keys.
@@ -44,8 +44,8 @@ pub(super) struct OnlineSoftmax {
 
 impl OnlineSoftmax {
     pub(super) fn new(cache: &CpuCache) -> Self {
-        let block = &cache.layout().block;
-        let (k_len, v_len) = (block.k_head_dim as usize, block.v_head_dim as usize);
+        let block = &cache.layout().block();
+        let (k_len, v_len) = (block.k_head_dim() as usize, block.v_head_dim() as usize);
         Self {
             k_len,
             v_len,
@@ -97,7 +97,7 @@ impl OnlineSoftmax {
     }
 
     fn read_tile(&mut self, span: &KeySpan<'_>, tile_start: u32, tile_end: u32) {
-        let block_size = span.cache.layout().block.block_size;
+        let block_size = span.cache.layout().block().block_size();
         let mut token = tile_start;
         while token < tile_end {
             let block = span.table[(token / block_size) as usize];

@@ -48,7 +48,7 @@ pub fn set_swaps(plan: &mut StepPlan, outs: Vec<BlockSwap>, ins: Vec<BlockSwap>)
 
 /// The device moves all blocks of a list in any order, so that none may occur twice.
 fn check_once(cache: &CpuCache, swaps: &[BlockSwap]) {
-    let mut blocks = vec![false; cache.layout().num_blocks as usize];
+    let mut blocks = vec![false; cache.layout().num_blocks() as usize];
     let mut slots = vec![false; cache.host_blocks() as usize];
     for swap in swaps {
         let seen = std::mem::replace(&mut blocks[swap.block as usize], true);
@@ -61,11 +61,12 @@ fn check_once(cache: &CpuCache, swaps: &[BlockSwap]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{CacheConfig, KvType, ModelShape};
+    use crate::config::CacheConfig;
+    use crate::model::{KvType, ModelShape};
 
     /// Four blocks of different content, and three slots.
     fn cache() -> CpuCache {
-        let shape = ModelShape { num_layers: 2, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
+        let shape = ModelShape::new(2, 2, 1, 8);
         let config = CacheConfig::for_blocks(4, &shape, KvType::F16)
             .and_then(|config| config.with_host_blocks(3))
             .expect("a valid configuration");

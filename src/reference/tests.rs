@@ -5,10 +5,10 @@ use approx::assert_abs_diff_eq;
 use super::*;
 use crate::{
     BlockCopy, CacheConfig, DIRECT, DecodeItem, KvFormat, KvPart, KvType, MergeItem, ModelShape,
-    PADDING_SLOT, PrefillItem, StepPlan, TableChange, WorkSplit,
+    PADDING_SLOT, PrefillItem, StackPlan, StepPlan, TableChange, WorkSplit,
 };
 
-const EIGHT: ModelShape = ModelShape { num_layers: 1, num_query_heads: 1, num_kv_heads: 1, head_dim: 8 };
+const EIGHT: ModelShape = ModelShape::new(1, 1, 1, 8);
 
 fn cache(shape: &ModelShape, format: impl Into<KvFormat>, block_size: u32, num_blocks: u32) -> CpuCache {
     let config = CacheConfig::for_blocks(num_blocks, shape, format)
@@ -25,15 +25,23 @@ fn plan(cache: &CpuCache, rows: u32, context: u32, table: &[u32]) -> StepPlan {
         query_starts: vec![0, rows],
         context_lens: vec![context],
         table_rows: vec![0],
-        table_changes: vec![TableChange { table_row: 0, first_entry: 0, start: 0, len: table.len() as u32 }],
-        changed_entries: table.to_vec(),
+        stacks: vec![StackPlan {
+            table_changes: vec![TableChange {
+                table_row: 0,
+                first_entry: 0,
+                start: 0,
+                len: table.len() as u32,
+            }],
+            changed_entries: table.to_vec(),
+            ..StackPlan::default()
+        }],
         ..StepPlan::default()
     }
 }
 
 fn write_value(cache: &mut CpuCache, token: u32, table: &[u32], value: f32) {
-    let block_size = cache.layout().block.block_size;
-    let len = cache.layout().block.v_head_dim as usize;
+    let block_size = cache.layout().block().block_size();
+    let len = cache.layout().block().v_head_dim() as usize;
     let block = table[(token / block_size) as usize];
     cache.write_row(0, KvPart::V, block, 0, token % block_size, &vec![value; len]);
 }
@@ -44,7 +52,7 @@ fn table_changes_set_the_entries_that_they_name_and_no_others() {
     let first = plan(&cache, 1, 13, &[5, 2, 7, 0]);
     cache.apply_table_changes(&first);
     let mut second = plan(&cache, 1, 17, &[6, 4]);
-    second.table_changes[0].first_entry = 3;
+    second.stacks[0].table_changes[0].first_entry = 3;
     cache.apply_table_changes(&second);
     assert_eq!(cache.table(0)[..6], [5, 2, 7, 6, 4, 0]);
     assert!(cache.tables()[cache.table(0).len()..].iter().all(|&entry| entry == 0));
@@ -146,7 +154,7 @@ fn b23_fewer_rows_than_slots_are_refused() {
 
 /// Four blocks of four tokens, block `i` filled with the word `i`.
 fn numbered_blocks() -> CpuCache {
-    let shape = ModelShape { num_layers: 64, ..EIGHT };
+    let shape = ModelShape::new(64, 1, 1, 8);
     let mut cache = cache(&shape, KvFormat::new(KvType::F16, KvType::F32), 4, 4);
     let words = cache.block_words();
     cache.words_mut().iter_mut().enumerate().for_each(|(index, word)| *word = (index / words) as u32);
@@ -194,7 +202,7 @@ fn parts_share_out_every_item_once_and_write_what_one_pass_writes() {
 
 /// With fixed spans decode rows are cut, without them chunks are cut, too.
 fn share_out(fixed_span_tokens: Option<u32>) {
-    let shape = ModelShape { num_query_heads: 6, num_kv_heads: 2, ..EIGHT };
+    let shape = ModelShape::new(1, 6, 2, 8);
     let mut cache = cache(&shape, KvType::F32, 4, 32);
     cache.words_mut().iter_mut().enumerate().for_each(|(index, word)| {
         *word = ((index as f32 * 0.37).sin()).to_bits();
@@ -205,8 +213,11 @@ fn share_out(fixed_span_tokens: Option<u32>) {
         query_starts: vec![0, 5, 6, 7, 16],
         context_lens: vec![9, 40, 3, 30],
         table_rows: vec![0; 4],
-        table_changes: vec![TableChange { table_row: 0, first_entry: 0, start: 0, len: 10 }],
-        changed_entries: (0..10).map(|entry| 31 - 3 * entry).collect(),
+        stacks: vec![StackPlan {
+            table_changes: vec![TableChange { table_row: 0, first_entry: 0, start: 0, len: 10 }],
+            changed_entries: (0..10).map(|entry| 31 - 3 * entry).collect(),
+            ..StackPlan::default()
+        }],
         ..self::plan(&cache, 0, 0, &[])
     };
     cache.apply_table_changes(&plan);

@@ -1,4 +1,4 @@
-//! A sequence and its blocks: the one file of this folder that reckons with what a table holds and will hold.
+//! A sequence and its blocks: the one file of this folder that asks what a table holds and will hold.
 //!
 //! Pure questions to a cache about one sequence. Nothing here knows of others, of promises or of policy.
 
@@ -6,23 +6,25 @@ use crate::cache::KvCache;
 use crate::ids::{BlockId, TableId};
 use crate::schedule::sequence::Sequence;
 
-// What a table holds: none, if there is no table.
+// What a table holds: nothing, if there is none.
 
-/// The blocks of a sequence in the pool, in order.
-pub(super) fn of(cache: &KvCache, table: Option<TableId>) -> &[BlockId] {
-    table.and_then(|table| cache.block_ids(table).ok()).unwrap_or_default()
+/// The blocks of a sequence in the pool.
+pub(super) fn of(cache: &KvCache, table: Option<TableId>) -> impl Iterator<Item = BlockId> {
+    table.into_iter().flat_map(|table| cache.blocks_of(table))
 }
 
 /// How many blocks of the pool a sequence has.
 pub(super) fn held(cache: &KvCache, table: Option<TableId>) -> u32 {
-    of(cache, table).len() as u32
+    table.map_or(0, |table| cache.num_held(table))
 }
 
-/// Those that its first `end` tokens lie in.
-pub(super) fn held_within(cache: &KvCache, table: Option<TableId>, end: u32) -> u32 {
-    let held = held(cache, table);
-    let len = table.and_then(|table| cache.len(table).ok()).unwrap_or(0);
-    if len <= end { held } else { cache.config().layout().blocks_for(end).min(held) }
+/// Those that last, and that its first `end` tokens do not need.
+pub(super) fn lasting_beyond(
+    cache: &KvCache,
+    table: Option<TableId>,
+    end: u32,
+) -> impl Iterator<Item = BlockId> {
+    table.into_iter().flat_map(move |table| cache.lasting_beyond(table, end))
 }
 
 /// Blocks of a sequence in the host pool.
@@ -30,9 +32,9 @@ pub(super) fn returning(cache: &KvCache, table: Option<TableId>) -> u32 {
     table.map_or(0, |table| cache.host_blocks_of(table).unwrap_or(0))
 }
 
-/// The partly filled last block of a sequence, when others hold it too: it is copied before the next token is written.
-pub(super) fn shared_tail(cache: &KvCache, table: Option<TableId>) -> Option<BlockId> {
-    cache.shared_tail_block(table?)
+/// The partly filled last blocks of a sequence that others hold too: they are copied before the next token is written.
+pub(super) fn shared_tails(cache: &KvCache, table: Option<TableId>) -> impl Iterator<Item = BlockId> {
+    table.into_iter().flat_map(|table| cache.shared_tail_blocks(table))
 }
 
 /// Whether a sequence's next token goes into a block that holds others already, and that is in other tables or may come to
@@ -41,74 +43,60 @@ pub(super) fn has_open_tail(cache: &KvCache, table: Option<TableId>) -> bool {
     table.is_some_and(|table| cache.has_open_tail(table))
 }
 
-/// Blocks that `len` tokens take beyond those that a sequence has, and `found` more.
-pub(super) fn beyond(cache: &KvCache, table: Option<TableId>, len: u32, found: u32) -> u32 {
-    let held = table.and_then(|table| cache.block_ids(table).ok()).map_or(0, <[_]>::len) as u32;
-    cache.config().layout().blocks_for(len).saturating_sub(held + found)
-}
-
-/// Free blocks that `rows` more rows take.
-pub(super) fn for_rows(cache: &KvCache, table: Option<TableId>, rows: u32) -> u32 {
-    table.and_then(|table| cache.blocks_needed(table, rows).ok()).unwrap_or(u32::MAX)
+/// Tokens that stay where others hold them when `moved` blocks of a sequence leave: about as many, where there are several
+/// stacks.
+pub(super) fn tokens_staying(cache: &KvCache, table: Option<TableId>, moved: u32) -> u32 {
+    (held(cache, table) - moved) * cache.config().block_size() / cache.num_stacks()
 }
 
 // What a sequence will hold.
 
-/// The block that a sequence's next token goes into, if that is partly filled when at most `end` tokens are left.
-pub(super) fn tail_within(cache: &KvCache, sequence: &Sequence, end: u32) -> Option<BlockId> {
-    let table = sequence.table().filter(|_| sequence.fork().is_none())?;
-    let len = cache.len(table).ok()?.min(end);
-    let block_size = cache.config().block_size();
-    let tail = of(cache, Some(table)).get((len / block_size) as usize).copied();
-    tail.filter(|_| !len.is_multiple_of(block_size))
+/// Blocks that `len` tokens take beyond those that a sequence has.
+pub(super) fn owed(cache: &KvCache, table: Option<TableId>, len: u32) -> u32 {
+    cache.blocks_to_read(len).saturating_sub(held(cache, table))
 }
 
-/// The full blocks of its parent that a branch shares when the outstanding step ends, of `end` tokens at most.
-pub(super) fn to_be_shared<'a>(cache: &'a KvCache, sequence: &Sequence, end: u32) -> &'a [BlockId] {
-    let Some(fork) = sequence.fork() else { return &[] };
-    let parents = cache.block_ids(fork.parent).unwrap_or_default();
-    let full = (fork.at.min(end) / cache.config().block_size()) as usize;
-    &parents[..full.min(parents.len())]
+/// Free blocks that `rows` more rows take, where `reserved` ones are kept for others.
+pub(super) fn for_rows(cache: &KvCache, table: Option<TableId>, rows: u32, reserved: u32) -> u32 {
+    let spare = cache.free_blocks().saturating_sub(reserved);
+    let growth = table.and_then(|table| cache.growth(table, rows, spare).ok());
+    growth.map_or(u32::MAX, |growth| growth.needed())
 }
 
 /// The most rows, up to `rows`, that `free` more blocks hold.
-pub(super) fn rows_within(cache: &KvCache, sequence: &Sequence, rows: u32, free: u32) -> u32 {
-    let table = sequence.table();
-    if table.is_none() {
-        return 0;
-    }
-    let copy = u32::from(shared_tail(cache, table).is_some());
-    let Some(free) = free.checked_sub(copy) else { return 0 };
-    let room = (held(cache, table) + free) * cache.config().block_size();
-    rows.min(room.saturating_sub(sequence.computed()))
+pub(super) fn rows_within(cache: &KvCache, table: Option<TableId>, rows: u32, free: u32) -> u32 {
+    table.map_or(0, |table| cache.rows_within(table, rows, free))
 }
 
-/// Blocks that a sequence may still need, its own copy of a shared last block included.
+/// Blocks that last and that a sequence's next token goes into, if they are partly filled when at most `end` tokens are left.
+pub(super) fn tails_within(cache: &KvCache, sequence: &Sequence, end: u32) -> impl Iterator<Item = BlockId> {
+    let table = sequence.table().filter(|_| sequence.fork().is_none());
+    table.into_iter().flat_map(move |table| cache.lasting_tails(table, end))
+}
+
+/// The full blocks of its parent that last, and that a branch shares when the outstanding step ends, of `end` tokens at
+/// most.
+pub(super) fn to_be_shared(cache: &KvCache, sequence: &Sequence, end: u32) -> impl Iterator<Item = BlockId> {
+    let fork = sequence.fork();
+    fork.into_iter().flat_map(move |fork| cache.lasting_full(fork.parent, fork.at.min(end)))
+}
+
+/// Blocks that a sequence may still need, its own copies of shared last blocks included.
 pub(super) fn still_needed(cache: &KvCache, sequence: &Sequence) -> u32 {
-    let most = cache.config().layout().blocks_for(sequence.terms.max_tokens);
-    let copied = |table| cache.shared_tail_block(table).is_some() || cache.is_borrowing(table);
-    let copy = sequence.table().is_some_and(copied);
-    most.saturating_sub(held(cache, sequence.table())) + u32::from(copy)
+    cache.still_needed(sequence.table(), sequence.terms.max_tokens)
 }
 
-/// Blocks that a sequence and all its samples hold at their declared maximum, if it is `cut`. Samples share the full blocks
-/// of the input, and nothing else.
+/// Blocks that a sequence and all its samples hold at most, if it is `cut`. Samples share what the input fills and what
+/// lasts, and nothing else.
 pub(super) fn at_most(cache: &KvCache, sequence: &Sequence, cut: Option<u32>) -> u64 {
     // Should samples part before the cut is made, the one that is cut computes its last token apart from the others.
     let apart = u32::from(sequence.is_planned());
     let input = cut.map_or(sequence.terms.input_len, |len| (len - apart).min(sequence.terms.input_len));
-    side_by_side(cache, input, sequence.terms.max_tokens, sequence.width())
+    cache.side_by_side(input, sequence.terms.max_tokens, sequence.width())
 }
 
 /// Blocks that a sequence and all its samples may still need.
 pub(super) fn whole_need(cache: &KvCache, sequence: &Sequence) -> u32 {
     let most = u32::try_from(at_most(cache, sequence, None)).unwrap_or(u32::MAX);
     most.saturating_sub(held(cache, sequence.table()))
-}
-
-/// Blocks of `samples` sequences of `max_tokens` tokens that share the full blocks of their first `shared`.
-pub(super) fn side_by_side(cache: &KvCache, shared: u32, max_tokens: u32, samples: u32) -> u64 {
-    let layout = cache.config().layout();
-    let (full, most) = (shared / layout.block_size, layout.blocks_for(max_tokens));
-    u64::from(full) + u64::from(samples) * u64::from(most - full)
 }

@@ -70,8 +70,11 @@ pub(super) enum Kind {
 impl Turn {
     pub(super) fn new(index: Index, wants: Wants) -> Self {
         let decodes = wants.known == 1 && wants.computed > 0;
-        let kind =
-            if decodes { Kind::Decode(Budget::of(wants.computed, wants.rows())) } else { Kind::Prompt(0) };
+        let kind = if decodes {
+            Kind::Decode(Budget::of(wants.computed, wants.known + wants.drafts))
+        } else {
+            Kind::Prompt(0)
+        };
         Self { index, wants, kind }
     }
 }

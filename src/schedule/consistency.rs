@@ -59,14 +59,19 @@ impl Scheduler {
             let promised = self.sequences.all().map(|(_, sequence)| sequence);
             for sequence in promised.filter(|sequence| sequence.is_promised()) {
                 let cut = sequence.cut().filter(|_| later && sequence.is_planned());
-                let blocks = self.promised_entries(sequence, cut);
-                needed += blocks::at_most(&self.cache, sequence, cut) - blocks.len() as u64;
-                blocks.iter().for_each(|block| holders[block.index() as usize] += 1);
-                let tail = blocks::tail_within(&self.cache, sequence, cut.map_or(u32::MAX, |len| len - 1));
-                tail.into_iter().for_each(|block| writers[block.index() as usize] += 1);
+                needed += blocks::at_most(&self.cache, sequence, cut);
+                let end = cut.map_or(u32::MAX, |len| len - 1);
+                for block in self.promised_entries(sequence, end) {
+                    needed -= 1;
+                    holders[block.index() as usize] += 1;
+                }
+                for tail in blocks::tails_within(&self.cache, sequence, end) {
+                    writers[tail.index() as usize] += 1;
+                }
             }
             for (index, (&holders, &writers)) in (0..).zip(holders.iter().zip(&writers)) {
-                let stays = self.cache.is_retained(BlockId(index));
+                let behind_window = holders == 0 && self.cache.promised_holders(BlockId(index)) > 0;
+                let stays = self.cache.is_retained(BlockId(index)) && (later || !behind_window);
                 needed += u64::from(holders > 0 || stays);
                 needed += writers.min(holders.saturating_sub(u64::from(!stays)));
             }
@@ -78,13 +83,13 @@ impl Scheduler {
         }
     }
 
-    /// Blocks that a promised sequence holds, or will share when the outstanding step ends.
-    fn promised_entries(&self, sequence: &Sequence, cut: Option<u32>) -> &[BlockId] {
+    /// Blocks that last and that a promised sequence holds, or will share when the outstanding step ends.
+    fn promised_entries(&self, sequence: &Sequence, end: u32) -> Vec<BlockId> {
         if sequence.fork().is_some() {
-            return blocks::to_be_shared(&self.cache, sequence, u32::MAX);
+            return blocks::to_be_shared(&self.cache, sequence, u32::MAX).collect();
         }
-        let end = cut.map_or(u32::MAX, |len| len - 1);
-        let held = blocks::held_within(&self.cache, sequence.table(), end) as usize;
-        &blocks::of(&self.cache, sequence.table())[..held]
+        let beyond = |end| blocks::lasting_beyond(&self.cache, sequence.table(), end);
+        let behind: Vec<BlockId> = beyond(end).collect();
+        beyond(0).filter(|block| !behind.contains(block)).collect()
     }
 }

@@ -3,9 +3,11 @@
 mod abort;
 mod admission;
 mod blocks;
+mod branch;
 mod budget;
 mod commit;
 mod consistency;
+mod cut;
 mod events;
 mod forget;
 mod ledger;
@@ -36,5 +38,5 @@ pub use scheduler::Scheduler;
 pub use sequence::State as SequenceState;
 pub use status::SequenceStatus;
 pub use step_builder::StepBuilder;
-pub use step_plan::{LogitRow, StepPlan, TableChange, TransferReport};
+pub use step_plan::{LogitRow, StackPlan, StepPlan, TableChange, TransferReport};
 pub use work_split::{DIRECT, DecodeItem, MergeItem, PrefillItem, RowGroup, SplitConfig, WorkSplit};

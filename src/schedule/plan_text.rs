@@ -22,13 +22,16 @@
 //! end
 //! ```
 //!
+//! Of a model with several stacks of layers, the first one's slots and table changes stand where they stand here; before the
+//! end follow the others', each after a line `stack 1`, `stack 2` and so on.
+//!
 //! What is read has arrays that fit each other, so that every method of the plan is safe to call. Whether its numbers are
 //! right is checked when it is prepared.
 
 use crate::cache::{BlockCopy, BlockSwap};
 use crate::error::{PlanTextError, PlanTextFault};
 use crate::ids::{PADDING_SLOT, RequestId, StepId};
-use crate::schedule::step_plan::{LogitRow, StepPlan, TableChange};
+use crate::schedule::step_plan::{LogitRow, StackPlan, StepPlan, TableChange};
 use std::fmt;
 use std::str::{FromStr, Lines};
 
@@ -49,12 +52,14 @@ impl fmt::Display for StepPlan {
         }
         line(f, "token_ids", &self.token_ids)?;
         line(f, "positions", &self.positions)?;
-        line(f, "slot_mapping", self.slot_mapping.iter().map(|&slot| Slot(slot)))?;
+        let mut stacks = self.stacks.iter();
+        let none = StackPlan::default();
+        let first = stacks.next().unwrap_or(&none);
+        write_slots(f, first)?;
         line(f, "query_starts", &self.query_starts)?;
         line(f, "context_lens", &self.context_lens)?;
         line(f, "table_rows", &self.table_rows)?;
-        line(f, "table_changes", self.table_changes.iter().map(Change))?;
-        line(f, "changed_entries", &self.changed_entries)?;
+        write_changes(f, first)?;
         let swaps = |swaps: &[BlockSwap]| -> Vec<Pair> {
             swaps.iter().map(|swap| Pair(swap.block, swap.host_slot)).collect()
         };
@@ -63,6 +68,11 @@ impl fmt::Display for StepPlan {
         let copies = self.block_copies.iter().map(|copy| Pair(copy.source, copy.destination));
         line(f, "block_copies", copies)?;
         line(f, "logit_rows", self.logit_rows.iter().map(Logits))?;
+        for (number, stack) in (1..).zip(stacks) {
+            writeln!(f, "stack {number}")?;
+            write_slots(f, stack)?;
+            write_changes(f, stack)?;
+        }
         writeln!(f, "end")
     }
 }
@@ -75,6 +85,15 @@ fn line(
     f.write_str(field)?;
     entries.into_iter().try_for_each(|entry| write!(f, " {entry}"))?;
     writeln!(f)
+}
+
+fn write_slots(f: &mut fmt::Formatter<'_>, stack: &StackPlan) -> fmt::Result {
+    line(f, "slot_mapping", stack.slot_mapping.iter().map(|&slot| Slot(slot)))
+}
+
+fn write_changes(f: &mut fmt::Formatter<'_>, stack: &StackPlan) -> fmt::Result {
+    line(f, "table_changes", stack.table_changes.iter().map(Change))?;
+    line(f, "changed_entries", &stack.changed_entries)
 }
 
 struct Slot(u32);
@@ -125,7 +144,7 @@ impl FromStr for StepPlan {
     fn from_str(text: &str) -> Result<Self, PlanTextError> {
         let mut reader = Reader { lines: text.lines(), line: 0 };
         reader.exactly(HEADER)?;
-        let plan = Self {
+        let mut plan = Self {
             step: StepId(reader.number("step")?),
             cache_instance: reader.number("cache_instance")?,
             fingerprint: reader.number("fingerprint")?,
@@ -133,18 +152,25 @@ impl FromStr for StepPlan {
             last_committed: StepId(reader.number("last_committed")?),
             token_ids: reader.array("token_ids", number)?,
             positions: reader.array("positions", number)?,
-            slot_mapping: reader.array("slot_mapping", slot)?,
-            query_starts: reader.array("query_starts", number)?,
-            context_lens: reader.array("context_lens", number)?,
-            table_rows: reader.array("table_rows", number)?,
-            table_changes: reader.array("table_changes", table_change)?,
-            changed_entries: reader.array("changed_entries", number)?,
-            swap_outs: reader.array("swap_outs", swap)?,
-            swap_ins: reader.array("swap_ins", swap)?,
-            block_copies: reader.array("block_copies", copy)?,
-            logit_rows: reader.array("logit_rows", logit_row)?,
+            ..Self::default()
         };
-        reader.exactly("end")?;
+        let slot_mapping = reader.array("slot_mapping", slot)?;
+        plan.query_starts = reader.array("query_starts", number)?;
+        plan.context_lens = reader.array("context_lens", number)?;
+        plan.table_rows = reader.array("table_rows", number)?;
+        let first = reader.changes(slot_mapping)?;
+        // A plan that no cache has made has no stacks.
+        if plan.step.0 > 0 || first != StackPlan::default() {
+            plan.stacks.push(first);
+        }
+        plan.swap_outs = reader.array("swap_outs", swap)?;
+        plan.swap_ins = reader.array("swap_ins", swap)?;
+        plan.block_copies = reader.array("block_copies", copy)?;
+        plan.logit_rows = reader.array("logit_rows", logit_row)?;
+        while !reader.ends_or_exactly("end", &format!("stack {}", plan.stacks.len().max(1)))? {
+            let slot_mapping = reader.array("slot_mapping", slot)?;
+            plan.stacks.push(reader.changes(slot_mapping)?);
+        }
         if reader.lines.next().is_some() {
             reader.line += 1;
             return Err(reader.error(PlanTextFault::Expected { field: "nothing more" }));
@@ -174,6 +200,24 @@ impl<'a> Reader<'a> {
         match self.next(expected)? {
             line if line == expected => Ok(()),
             _ => Err(self.error(PlanTextFault::Expected { field: expected })),
+        }
+    }
+
+    /// The rest of what a step does in a stack with these slots.
+    fn changes(&mut self, slot_mapping: Vec<u32>) -> Result<StackPlan, PlanTextError> {
+        Ok(StackPlan {
+            slot_mapping,
+            table_changes: self.array("table_changes", table_change)?,
+            changed_entries: self.array("changed_entries", number)?,
+        })
+    }
+
+    /// Whether the next line is `end`, and not `another`.
+    fn ends_or_exactly(&mut self, end: &'static str, another: &str) -> Result<bool, PlanTextError> {
+        match self.next(end)? {
+            line if line == end => Ok(true),
+            line if line == another => Ok(false),
+            _ => Err(self.error(PlanTextFault::Expected { field: end })),
         }
     }
 
@@ -260,13 +304,18 @@ fn check_shape(plan: &StepPlan) -> Result<(), PlanTextFault> {
     let starts = if sequences == 0 && plan.query_starts.is_empty() { 0 } else { sequences + 1 };
     for (field, len, expected) in [
         ("positions", plan.positions.len(), rows),
-        ("slot_mapping", plan.slot_mapping.len(), rows),
         ("query_starts", plan.query_starts.len(), starts),
         ("table_rows", plan.table_rows.len(), sequences),
     ] {
         if len != expected {
             let (len, expected) = (len as u64, expected as u64);
             return Err(PlanTextFault::Length { field, len, expected });
+        }
+    }
+    for stack in &plan.stacks {
+        let (len, expected) = (stack.slot_mapping.len() as u64, rows as u64);
+        if len != expected {
+            return Err(PlanTextFault::Length { field: "slot_mapping", len, expected });
         }
     }
     let starts = plan.query_starts.windows(2);

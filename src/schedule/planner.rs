@@ -6,7 +6,7 @@
 //! left.
 
 use crate::error::ConfigError;
-use crate::ids::SequenceId;
+use crate::ids::{SequenceId, TableId};
 use crate::schedule::admission::Lacking;
 use crate::schedule::blocks;
 use crate::schedule::budget::{Budget, Kind, Turn, prompt_limit, share_rows, wanted};
@@ -32,8 +32,12 @@ impl Scheduler {
     /// # Complexity
     /// O(running sequences + rows + new blocks); a steady decode step allocates nothing on the heap.
     pub fn schedule(&mut self) -> Schedule {
-        self.rollback();
-        self.restart_broken();
+        if self.cache.has_step() {
+            self.rollback();
+        }
+        while let Some(table) = self.cache.take_broken_table() {
+            self.restart_broken(table);
+        }
         if self.cache.check_poison().is_err() {
             return Schedule::Waiting(WaitReason::Poisoned);
         }
@@ -41,7 +45,7 @@ impl Scheduler {
         begin_plan(&mut self.cache, &mut plan);
         let mut budget = Budget { rows: self.config.step_tokens, work: self.config.step_work_budget };
         let lacking = self.fill(&mut plan, &mut budget);
-        if plan.num_rows() > 0 {
+        if !plan.token_ids.is_empty() {
             finish_plan(&self.cache, &mut plan);
             return Schedule::Step(plan);
         }
@@ -81,19 +85,23 @@ impl Scheduler {
 
     /// Plans a step. Returns what the first in line lacks, if it was asked.
     fn fill(&mut self, plan: &mut StepPlan, budget: &mut Budget) -> Option<Lacking> {
-        let displaced = self.displace();
+        let first = self.sequences.first_in_line();
+        let displaced = first.is_some_and(|first| self.displace(first));
         let (start, mut lacking) = (self.stats.preemptions, None);
         loop {
             let before = self.stats.preemptions;
             self.plan_running(plan, budget);
-            if plan.num_rows() == 0 && self.stats.preemptions > before {
+            let has_preempted = self.stats.preemptions > before;
+            if plan.token_ids.is_empty() && has_preempted {
                 // Blocks that the last in order gave up are for those before it.
                 continue;
             }
-            if self.stats.preemptions == start || fault!(AdmittedAfterPreempting) {
+            // Nobody comes into the line while nobody is preempted.
+            let may_admit = first.is_some() && self.stats.preemptions == start;
+            if may_admit || fault!(AdmittedAfterPreempting) {
                 lacking = self.admit(plan, budget, displaced);
             }
-            let ends = plan.num_rows() > 0 || self.sequences.are_idle() || fault!(NoLastResort);
+            let ends = !plan.token_ids.is_empty() || self.sequences.are_idle() || fault!(NoLastResort);
             if ends || std::mem::replace(&mut self.last_resort, true) {
                 self.last_resort = false;
                 return lacking;
@@ -103,16 +111,16 @@ impl Scheduler {
 
     /// Undoes the outstanding plan: growth, copies and lengths. Preemptions and evictions stand.
     pub(super) fn rollback(&mut self) {
-        if !self.cache.has_step() {
-            return;
-        }
-        let swapped = !self.cache.step_swap_outs().is_empty() || !self.cache.step_swap_ins().is_empty();
+        let moves = self.cache.step_moves();
+        let swapped = !moves.swap_outs.is_empty() || !moves.swap_ins.is_empty();
         self.cache.rollback_step();
         let planned = std::mem::take(&mut self.planned);
         for &index in &planned {
             self.sequences.unplan(index, &self.cache);
         }
-        self.resolve_forks();
+        while let Some(index) = self.sequences.pop_pending_fork() {
+            self.resolve_fork(index);
+        }
         if swapped {
             self.undo_swaps();
         }
@@ -158,6 +166,7 @@ impl Scheduler {
             self.turns = turns;
             return;
         }
+        let before = self.stats.preemptions;
         let (mut set_aside, least) = wanted(&turns);
         // A prompt that is being read needs a row, too.
         let takes_turns = !budget.covers(set_aside.plus(least));
@@ -167,7 +176,8 @@ impl Scheduler {
         let last_prompt = share_rows(&mut turns, budget.minus(set_aside).rows, || self.may_let_in());
         for (place, turn) in turns.iter().enumerate() {
             // Somebody before it may have taken its blocks.
-            if self.sequences[turn.index].state() != State::Running {
+            let has_preempted = self.stats.preemptions > before;
+            if has_preempted && self.sequences[turn.index].state() != State::Running {
                 continue;
             }
             let limit = match turn.kind {
@@ -213,7 +223,7 @@ impl Scheduler {
         if self.yields(index) {
             return self.evict(index, None);
         }
-        let needed = blocks::for_rows(&self.cache, self.sequences[index].table(), 1);
+        let needed = self.blocks_for_rows(index, 1);
         let available = self.available_to(index);
         self.sequences.note_lacking(index, Some(Lacking::Blocks { needed, available }));
     }
@@ -227,17 +237,17 @@ impl Scheduler {
     /// The first in line, and how much was given up so far: what could let it in.
     fn door(&self) -> Option<(Place, u64)> {
         let given_up = self.ledger.given_up() + self.cache.num_expirations();
-        self.sequences.line().first().map(|first| (self.sequences[first].place(), given_up))
+        self.sequences.first_in_line().map(|first| (self.sequences[first].place(), given_up))
     }
 
     /// Lets requests in while rows are left, `only_first` that one that others were preempted for. Returns what the first
     /// one left outside lacks.
     fn admit(&mut self, plan: &mut StepPlan, budget: &mut Budget, only_first: bool) -> Option<Lacking> {
-        while self.sequences.line().first().is_some() {
-            if plan.num_rows() > 0 && (budget.rows == 0 || budget.work == 0) {
+        while let Some(first) = self.sequences.first_in_line() {
+            if !plan.token_ids.is_empty() && (budget.rows == 0 || budget.work == 0) {
                 return None;
             }
-            let admitted = self.admit_next(only_first);
+            let admitted = self.admit_next(first, only_first);
             self.matched.forget();
             let index = match admitted {
                 Ok(index) => index,
@@ -259,23 +269,31 @@ impl Scheduler {
 
     /// Plans as many of the rows that a sequence wants as budget and blocks allow, making room for at least one.
     fn plan_sequence(&mut self, plan: &mut StepPlan, index: Index, wants: Wants, budget: Budget) -> Planned {
-        let mut used = budget.most(wants.computed, wants.rows());
+        let Some(table) = self.sequences[index].table() else { return Planned::NoRoom };
+        let mut rows = wants.known + wants.drafts;
+        if self.slides {
+            rows = self.slide(index, table, rows);
+        }
+        let mut used = budget.most(wants.computed, rows);
         if used.rows == 0 {
-            if plan.num_rows() > 0 {
+            if !plan.token_ids.is_empty() {
                 return Planned::NoBudget;
             }
             // Progress: a step has at least one row.
             used = Budget::of(wants.computed, 1);
         }
-        self.cache.set_reserved(self.ledger.reserved_beside(index, &self.sequences, &self.cache));
-        let Some(table) = self.sequences[index].table() else { return Planned::NoRoom };
-        let mut growth = self.cache.growth(table, used.rows);
-        if growth.is_ok_and(|growth| self.missing_to(index, growth.needed()) > 0) {
+        let reserve = self.ledger.reserve(index, &self.sequences, &self.cache);
+        let free = self.cache.free_blocks();
+        let mut growth = self.cache.growth(table, used.rows, free.saturating_sub(reserve.for_others));
+        let needed = growth.as_ref().map_or(0, |growth| growth.needed());
+        if needed > 0 && needed.saturating_add(reserve.untouchable) > free {
             let rows = self.room_for(index, used.rows);
             if rows == 0 {
                 return Planned::NoRoom;
             }
-            (growth, used) = (self.cache.growth(table, rows), Budget::of(wants.computed, rows));
+            used = Budget::of(wants.computed, rows);
+            let free = self.cache.free_blocks();
+            growth = self.cache.growth(table, rows, free.saturating_sub(reserve.for_others));
         }
         let sequence = &self.sequences[index];
         let (tokens, drafts) = sequence.row_tokens(used.rows);
@@ -289,19 +307,42 @@ impl Scheduler {
         }
         let sequence = &self.sequences[index];
         let logits = sequence.request_logits(&mut plan.logit_rows, first_row, used.rows);
-        self.sequences.plan(index, used.rows, logits, &self.cache);
+        let has_all = !self.slides && used.rows >= wants.known;
+        self.sequences.plan(index, (used.rows, logits), has_all, &self.cache);
         self.planned.push(index);
         Planned::Rows(used)
+    }
+
+    /// Gives back what a sequence's rows do not see any more. Returns the most of `rows` rows for which its windows hold no
+    /// more than is promised to it, or reserved.
+    fn slide(&mut self, index: Index, table: TableId, rows: u32) -> u32 {
+        self.cache.slide(table);
+        self.sequences.recount(index, &self.cache);
+        // What it leaves pinned behind its window does not take what is promised.
+        while self.sequences[index].is_promised() && self.promises().check(None).is_err() {
+            if self.cache.give_up_pins(self.cache.free_blocks() + 1) == 0 {
+                break;
+            }
+        }
+        let sequence = &self.sequences[index];
+        let is_bound = sequence.is_promised() || sequence.is_protected();
+        if is_bound { rows.min(self.cache.rows_at_most()) } else { rows }
+    }
+
+    /// Free blocks that `rows` more rows take.
+    fn blocks_for_rows(&self, index: Index, rows: u32) -> u32 {
+        let reserve = self.ledger.reserve(index, &self.sequences, &self.cache);
+        blocks::for_rows(&self.cache, self.sequences[index].table(), rows, reserve.for_others)
     }
 
     /// Makes room for as many of `rows` rows as possible. Idle content gives way to all of them, running sequences only
     /// to the first block's. Returns the rows that fit then.
     fn room_for(&mut self, index: Index, rows: u32) -> u32 {
-        let fit = blocks::rows_within(&self.cache, &self.sequences[index], rows, self.available_to(index));
-        let mut wanted = rows;
         let table = self.sequences[index].table();
+        let fit = blocks::rows_within(&self.cache, table, rows, self.available_to(index));
+        let mut wanted = rows;
         while wanted > fit {
-            if self.make_room(index, blocks::for_rows(&self.cache, table, wanted), false) {
+            if self.make_room(index, self.blocks_for_rows(index, wanted), false) {
                 return wanted;
             }
             wanted /= 2;
@@ -309,10 +350,10 @@ impl Scheduler {
         if fit > 0 {
             return fit;
         }
-        let block_size = self.cache.config().block_size();
-        [rows.min(block_size), 1]
+        let node_tokens = self.cache.node_tokens();
+        [rows.min(node_tokens), 1]
             .into_iter()
-            .find(|&rows| self.make_room(index, blocks::for_rows(&self.cache, table, rows), true))
+            .find(|&rows| self.make_room(index, self.blocks_for_rows(index, rows), true))
             .unwrap_or(0)
     }
 }

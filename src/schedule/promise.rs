@@ -8,7 +8,7 @@
 //! A fork or a cut of a sequence in the outstanding step is made when that step ends. Until then a promise must hold
 //! both ways: with the cuts and without.
 
-use crate::cache::{KvCache, PromisedBlocks};
+use crate::cache::{KvCache, PrefixMatch, PromisedBlocks};
 use crate::error::RequestError;
 use crate::ids::BlockId;
 use crate::schedule::blocks;
@@ -26,7 +26,7 @@ pub(super) struct Promises<'a> {
     sequences: &'a Sequences,
     ledger: &'a Ledger,
     /// What the prefix cache has for the sequence at the door, if that is promised its blocks.
-    found: &'a [BlockId],
+    found: Option<&'a PrefixMatch>,
 }
 
 impl Scheduler {
@@ -72,12 +72,11 @@ impl Scheduler {
     }
 
     pub(super) fn promises(&self) -> Promises<'_> {
-        let at_door = self.matched.found_for_promised(&self.sequences);
         Promises {
             cache: &self.cache,
             sequences: &self.sequences,
             ledger: &self.ledger,
-            found: at_door.map_or(&[], |found| &found.blocks),
+            found: self.matched.found_for_promised(&self.sequences),
         }
     }
 }
@@ -113,17 +112,20 @@ impl Promises<'_> {
             else {
                 continue;
             };
-            maxima = maxima - blocks::at_most(self.cache, sequence, None)
-                + blocks::at_most(self.cache, sequence, Some(len));
+            let at_most = |cut| blocks::at_most(self.cache, sequence, cut);
+            maxima = maxima - at_most(None) + at_most(Some(len));
             cuts.push((index, len - 1));
-            let held = blocks::held_within(self.cache, sequence.table(), len - 1) as usize;
-            changes.extend(blocks::of(self.cache, sequence.table())[held..].iter().map(|&block| (block, -1)));
+            let cut_off = blocks::lasting_beyond(self.cache, sequence.table(), len - 1);
+            changes.extend(cut_off.map(|block| (block, -1)));
         }
         self.add_forks(considered, &mut changes);
-        changes.extend(self.found.iter().map(|&block| (block, 1)));
+        let others = changes.len();
+        let found = self.found.into_iter().flat_map(|found| self.cache.lasting_found(found));
+        changes.extend(found.map(|block| (block, 1)));
+        let found = (changes.len() - others) as u64;
         changes.sort_unstable();
         let held = self.changed_holdings(&changes);
-        let uncounted = if fault!(HitNotPromised) { self.found.len() as u64 } else { 0 };
+        let uncounted = if fault!(HitNotPromised) { found } else { 0 };
         let copies = if fault!(CopyNotPromised) { 0 } else { self.copies(&cuts, &changes) };
         let needed = maxima.saturating_sub(held.entries) + u64::from(held.held + held.pinned) + copies;
         u32::try_from(needed.saturating_sub(uncounted)).unwrap_or(u32::MAX)
@@ -136,7 +138,7 @@ impl Promises<'_> {
             if sequence.is_promised() {
                 let cut = sequence.cut().filter(|_| considered == Some(index));
                 let shared = blocks::to_be_shared(self.cache, sequence, cut.map_or(u32::MAX, |len| len - 1));
-                changes.extend(shared.iter().map(|&block| (block, 1)));
+                changes.extend(shared.map(|block| (block, 1)));
             }
         }
     }
@@ -168,8 +170,12 @@ impl Promises<'_> {
     fn copies(self, cuts: &[(Index, u32)], changes: &[Change]) -> u64 {
         let is_cut = |&index: &Index| cuts.iter().any(|cut| cut.0 == index);
         let whole = self.ledger.shared_tails().filter(|index| !is_cut(index)).map(|index| (index, u32::MAX));
-        let tail = |(index, end)| blocks::tail_within(self.cache, self.sequences.get(index)?, end);
-        let mut tails: Vec<BlockId> = whole.chain(cuts.iter().copied()).filter_map(tail).collect();
+        let mut tails: Vec<BlockId> = Vec::new();
+        for (index, end) in whole.chain(cuts.iter().copied()) {
+            if let Some(sequence) = self.sequences.get(index) {
+                tails.extend(blocks::tails_within(self.cache, sequence, end));
+            }
+        }
         tails.sort_unstable();
         let copies = tails.chunk_by(|a, b| a == b).map(|writers| {
             let tail = writers[0];

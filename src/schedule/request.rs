@@ -1,7 +1,7 @@
 //! What goes into the scheduler and what comes out: requests, configuration, results, events.
 
-use crate::cache::{CacheStats, MissReason, Namespace, Retention};
-use crate::config::CacheConfig;
+use crate::cache::{CacheStats, MissReason, Namespace, RetainRange, Retention};
+use crate::config::{CacheConfig, DEFAULT_STEP_TOKENS};
 use crate::error::ConfigError;
 use crate::ids::{SequenceId, TokenId};
 use crate::schedule::step_plan::StepPlan;
@@ -26,14 +26,6 @@ pub struct Request {
     pub(super) priority: Priority,
     pub(super) namespace: Namespace,
     pub(super) retain: Vec<RetainRange>,
-}
-
-/// Tokens whose blocks stay in the prefix cache in their own way.
-#[derive(Clone, Debug)]
-pub(super) struct RetainRange {
-    pub(super) tokens: Range<u32>,
-    pub(super) retention: Retention,
-    pub(super) ttl_steps: Option<u32>,
 }
 
 impl Request {
@@ -310,7 +302,7 @@ impl Default for SchedulerConfig {
     /// recomputation and lowest priority first; a prefix cache; classes 256 steps apart.
     fn default() -> Self {
         Self {
-            step_tokens: 512,
+            step_tokens: DEFAULT_STEP_TOKENS,
             step_work_budget: 1 << 24,
             max_running: None,
             admission: Admission::Overcommitted { watermark_blocks: 0 },
@@ -517,4 +509,23 @@ pub struct SchedulerStats {
     pub tail_waste_tokens_peak: u64,
     /// The pool.
     pub cache: CacheStats,
+}
+
+impl SchedulerStats {
+    /// A sequence is let in, `again` in its current turn or for the first time: what the prefix cache had of it.
+    pub(super) fn count_found(&mut self, found: PrefixReport, again: bool) {
+        if again {
+            // What a sequence has computed itself, and finds when it comes back, is no hit.
+            self.prefix_refound_tokens += u64::from(found.cached_tokens);
+            return;
+        }
+        self.prefix_hit_tokens += u64::from(found.cached_tokens);
+        self.prefix_wanted_tokens += u64::from(found.wanted_tokens);
+        match found.miss {
+            MissReason::Unseen => self.prefix_misses.unseen += 1,
+            MissReason::Evicted => self.prefix_misses.evicted += 1,
+            MissReason::Expired => self.prefix_misses.expired += 1,
+            MissReason::None | MissReason::Disabled => {}
+        }
+    }
 }

@@ -3,7 +3,7 @@
 //! A sequence for which no room can be made waits in place: whoever comes before it goes on, and frees blocks in the end.
 //! Pinned content goes only where a step would have no row at all.
 
-use crate::cache::KvCache;
+use crate::cache::{KvCache, PrefixMatch};
 use crate::ids::BlockId;
 use crate::schedule::blocks;
 use crate::schedule::request::VictimPolicy;
@@ -47,13 +47,13 @@ impl Scheduler {
     }
 
     fn take_from(&mut self, victims: &[Index], index: Index, needed: u32, resort: Resort) -> bool {
-        let shares_tail = |scheduler: &Self| {
-            blocks::shared_tail(&scheduler.cache, scheduler.sequences[index].table()).is_some()
+        let shared_tails = |scheduler: &Self| {
+            blocks::shared_tails(&scheduler.cache, scheduler.sequences[index].table()).count() as u32
         };
-        let shared = shares_tail(self);
+        let shared = shared_tails(self);
         // When nobody else holds its last block any more, it is not copied.
         let missing = |scheduler: &Self| {
-            let saved = u32::from(shared && !shares_tail(scheduler));
+            let saved = shared.saturating_sub(shared_tails(scheduler));
             scheduler.missing_to(index, needed - saved.min(needed))
         };
         for &victim in victims {
@@ -98,10 +98,10 @@ impl Scheduler {
             index,
             place: sequence.place(),
             priority: sequence.priority(),
-            tail: blocks::shared_tail(&self.cache, sequence.table())
-                .filter(|&block| !self.cache.is_copy_source(block)),
-            found: found.map_or(&[], |found| &found.blocks),
-            partial: found.and_then(|found| found.partial).map(|(block, _)| block),
+            tails: blocks::shared_tails(&self.cache, sequence.table())
+                .filter(|&block| !self.cache.is_copy_source(block))
+                .collect(),
+            found: found.map_or(Vec::new(), PrefixMatch::sorted_blocks),
         };
         let policy = self.is_overcommitted().then_some(self.config.victims);
         Victims { requester, policy, reach, resort }.choose(&self.holders(), missing)
@@ -117,7 +117,8 @@ impl Scheduler {
             && self.sequences.running().len() > 1
             && sequence.table().is_some_and(|table| {
                 // Blocks return, or the copy of a shared one is saved.
-                self.cache.swappable_blocks(table, None) > 0 || self.cache.shared_tail_block(table).is_some()
+                self.cache.swappable_blocks(table, None) > 0
+                    || self.cache.shared_tail_blocks(table).next().is_some()
             })
     }
 
@@ -143,8 +144,8 @@ impl Scheduler {
 
     /// Free blocks that `index` may take.
     pub(super) fn available_to(&self, index: Index) -> u32 {
-        let reserved = self.ledger.reserved_against(index, &self.sequences, &self.cache);
-        self.cache.free_blocks().saturating_sub(reserved)
+        let reserve = self.ledger.reserve(index, &self.sequences, &self.cache);
+        self.cache.free_blocks().saturating_sub(reserve.untouchable)
     }
 
     /// Blocks that must become free before `index` may take `needed`.
@@ -152,8 +153,8 @@ impl Scheduler {
         if needed == 0 {
             return 0;
         }
-        let reserved = self.ledger.reserved_against(index, &self.sequences, &self.cache);
-        needed.saturating_add(reserved).saturating_sub(self.cache.free_blocks())
+        let reserve = self.ledger.reserve(index, &self.sequences, &self.cache);
+        needed.saturating_add(reserve.untouchable).saturating_sub(self.cache.free_blocks())
     }
 
     /// Who holds what, for a choice of victims.
@@ -169,14 +170,14 @@ struct Holders<'a> {
 }
 
 impl Holders<'_> {
-    fn candidate(&self, index: Index) -> Option<Candidate<'_>> {
+    fn candidate(&self, index: Index) -> Option<Candidate> {
         let sequence = &self.sequences[index];
         sequence.table().map(|_| Candidate {
             index,
             place: sequence.place(),
             priority: sequence.priority(),
             tables: sequence.width(),
-            blocks: blocks::of(self.cache, sequence.table()),
+            num_blocks: blocks::held(self.cache, sequence.table()),
             is_promised: sequence.is_promised(),
             is_spared: sequence.is_planned() || sequence.is_protected(),
         })
@@ -184,16 +185,20 @@ impl Holders<'_> {
 }
 
 impl View for Holders<'_> {
-    fn kept(&self) -> impl Iterator<Item = Candidate<'_>> {
+    fn kept(&self) -> impl Iterator<Item = Candidate> {
         self.sequences.kept().filter_map(|index| self.candidate(index))
     }
 
-    fn waiting(&self) -> impl Iterator<Item = Candidate<'_>> {
+    fn waiting(&self) -> impl Iterator<Item = Candidate> {
         self.sequences.line().claimants().rev().filter_map(|index| self.candidate(index))
     }
 
-    fn running(&self) -> impl Iterator<Item = Candidate<'_>> {
+    fn running(&self) -> impl Iterator<Item = Candidate> {
         self.sequences.running().iter().rev().filter_map(|&index| self.candidate(index))
+    }
+
+    fn blocks(&self, index: Index) -> impl Iterator<Item = BlockId> {
+        blocks::of(self.cache, self.sequences[index].table())
     }
 
     fn holding(&self, block: BlockId) -> Holding {

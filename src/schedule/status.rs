@@ -42,7 +42,7 @@ impl Scheduler {
             state: sequence.state(),
             tokens: sequence.tokens_left().len() as u32,
             computed_tokens: sequence.computed(),
-            blocks: blocks::of(&self.cache, sequence.table()),
+            blocks: sequence.table().and_then(|table| self.cache.block_ids(table).ok()).unwrap_or_default(),
             host_blocks: blocks::returning(&self.cache, sequence.table()),
             preemptions: sequence.preemptions,
             waits_for: match (sequence.lacking, sequence.state()) {

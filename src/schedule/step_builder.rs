@@ -5,7 +5,7 @@
 use crate::cache::{Growth, KvCache};
 use crate::error::{CacheError, CommitError};
 use crate::ids::{PADDING_SLOT, SequenceId, TableId, TokenId};
-use crate::schedule::step_plan::{LogitRow, StepPlan, TableChange};
+use crate::schedule::step_plan::{LogitRow, StackPlan, StepPlan, TableChange};
 use std::ops::Range;
 
 /// Builds one step over a cache. Dropped unfinished, it leaves a step that the next one rolls back.
@@ -21,11 +21,13 @@ pub struct StepBuilder<'a> {
 pub(super) fn begin_plan(cache: &mut KvCache, plan: &mut StepPlan) {
     plan.clear();
     plan.step = cache.begin_step();
-    plan.cache_instance = cache.instance();
-    plan.fingerprint = cache.config().fingerprint();
-    plan.forgotten_devices = cache.forgotten_devices();
-    plan.last_committed = cache.last_committed();
+    let origin = cache.origin();
+    plan.cache_instance = origin.instance;
+    plan.fingerprint = origin.fingerprint;
+    plan.forgotten_devices = origin.forgotten_devices;
+    plan.last_committed = origin.last_committed;
     plan.query_starts.push(0);
+    plan.stacks.resize_with(origin.num_stacks as usize, StackPlan::default);
 }
 
 /// Appends `tokens`, then `drafts`, to the table that `growth` is for and plans one row for each. Returns the first row. All
@@ -37,41 +39,47 @@ pub(super) fn push_rows(
     tokens: &[TokenId],
     drafts: &[TokenId],
 ) -> Result<u32, CacheError> {
-    cache.grow_by(growth)?;
+    cache.grow(growth)?;
     let (table, start, end) = (growth.table, growth.start, growth.start + growth.num_tokens);
     debug_assert_eq!(growth.num_tokens as usize, tokens.len() + drafts.len());
     let first_row = plan.num_rows();
-    let block_size = cache.config().block_size();
-    let blocks = cache.block_ids(table)?;
     plan.token_ids.extend_from_slice(tokens);
     plan.token_ids.extend_from_slice(drafts);
     plan.positions.extend(start..end);
-    plan.slot_mapping.extend((start..end).map(|position| {
-        let slot = position % block_size;
-        let slot = if fault!(SlotShared) { slot & !1 } else { slot };
-        blocks[(position / block_size) as usize].index() * block_size + slot
-    }));
     plan.query_starts.push(first_row + growth.num_tokens);
     plan.context_lens.push(end);
     plan.table_rows.push(table.row());
-    let dirty_from = cache.dirty_from(table) as usize;
-    if dirty_from < blocks.len() {
-        plan.table_changes.push(TableChange {
-            table_row: table.row(),
-            first_entry: dirty_from as u32,
-            start: plan.changed_entries.len() as u32,
-            len: (blocks.len() - dirty_from) as u32,
-        });
-        plan.changed_entries.extend(blocks[dirty_from..].iter().map(|block| block.index()));
+    for run in cache.runs(table) {
+        let stack = &mut plan.stacks[run.stack as usize];
+        let (shift, mask) = (run.block_size.trailing_zeros(), run.block_size - 1);
+        let positions = run.first_token.max(start)..run.end_token.min(end);
+        stack.slot_mapping.extend(positions.map(|position| {
+            let slot = position & mask;
+            let slot = if fault!(SlotShared) { slot & !1 } else { slot };
+            let block = run.blocks[((position >> shift) - run.first_entry) as usize];
+            (block.index() << shift) + slot
+        }));
+        let unchanged = run.dirty_from - run.first_entry;
+        let changed = &run.blocks[unchanged as usize..];
+        if !changed.is_empty() {
+            stack.table_changes.push(TableChange {
+                table_row: table.row(),
+                first_entry: run.dirty_from,
+                start: stack.changed_entries.len() as u32,
+                len: changed.len() as u32,
+            });
+            stack.changed_entries.extend(changed.iter().map(|block| block.index()));
+        }
     }
     Ok(first_row)
 }
 
 /// Hands over the copies and swaps that the step has asked for.
 pub(super) fn finish_plan(cache: &KvCache, plan: &mut StepPlan) {
-    plan.swap_outs.extend_from_slice(cache.step_swap_outs());
-    plan.swap_ins.extend_from_slice(cache.step_swap_ins());
-    plan.block_copies.extend_from_slice(cache.step_copies());
+    let moves = cache.step_moves();
+    plan.swap_outs.extend_from_slice(moves.swap_outs);
+    plan.swap_ins.extend_from_slice(moves.swap_ins);
+    plan.block_copies.extend_from_slice(moves.copies);
 }
 
 impl<'a> StepBuilder<'a> {
@@ -118,7 +126,11 @@ impl<'a> StepBuilder<'a> {
         }
         self.check_outstanding()?;
         let num_tokens = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
-        let growth = self.cache.growth(table, num_tokens)?;
+        if self.cache.slides() {
+            self.cache.len(table)?;
+            self.cache.slide(table);
+        }
+        let growth = self.cache.growth(table, num_tokens, self.cache.free_blocks())?;
         let first_row = push_rows(self.cache, &mut self.plan, growth, tokens, &[])?;
         Ok(first_row..self.plan.num_rows())
     }
@@ -208,7 +220,9 @@ impl<'a> StepBuilder<'a> {
         let rows = self.num_rows().max(self.padded_rows) as usize;
         self.plan.token_ids.resize(rows, 0);
         self.plan.positions.resize(rows, 0);
-        self.plan.slot_mapping.resize(rows, PADDING_SLOT);
+        for stack in &mut self.plan.stacks {
+            stack.slot_mapping.resize(rows, PADDING_SLOT);
+        }
         if self.is_outstanding() {
             finish_plan(self.cache, &mut self.plan);
         }

@@ -44,14 +44,17 @@ pub struct LogitRow {
 /// |---|---|---|
 /// | `token_ids` | rows | input tokens |
 /// | `positions` | rows | position of the token in its sequence, from 0 |
-/// | `slot_mapping` | rows | `block * P + slot in block`, or [`PADDING_SLOT`](crate::PADDING_SLOT) |
 /// | `query_starts` | sequences + 1 | first row of each sequence, then the end of the last |
 /// | `context_lens` | sequences | tokens that the sequence's last row sees, itself included |
 /// | `table_rows` | sequences | row of the sequence's block table on the device |
-/// | `table_changes`, `changed_entries` | runs, entries | what changed in the tables since the last committed step |
 /// | `swap_outs`, `swap_ins` | blocks | blocks moved to the host pool, then blocks brought back, before anything is copied |
 /// | `block_copies` | copies | blocks copied before anything is written |
 /// | `logit_rows` | samples | rows to compute logits for |
+/// | `stacks` | stacks of layers | what differs between them: |
+/// | `slot_mapping` | rows | `block * P + slot in block`, or [`PADDING_SLOT`](crate::PADDING_SLOT) |
+/// | `table_changes`, `changed_entries` | runs, entries | what changed in the tables since the last committed step |
+///
+/// Blocks are copied and moved whole, whatever stack they belong to, so their lists are the step's.
 ///
 /// Row `i` of a sequence with `n` rows and context `c` sees the keys `0 ..= c - n + i`.
 ///
@@ -73,16 +76,45 @@ pub struct StepPlan {
     pub(crate) last_committed: StepId,
     pub(crate) token_ids: Vec<u32>,
     pub(crate) positions: Vec<u32>,
-    pub(crate) slot_mapping: Vec<u32>,
     pub(crate) query_starts: Vec<u32>,
     pub(crate) context_lens: Vec<u32>,
     pub(crate) table_rows: Vec<u32>,
-    pub(crate) table_changes: Vec<TableChange>,
-    pub(crate) changed_entries: Vec<u32>,
     pub(crate) swap_outs: Vec<BlockSwap>,
     pub(crate) swap_ins: Vec<BlockSwap>,
     pub(crate) block_copies: Vec<BlockCopy>,
     pub(crate) logit_rows: Vec<LogitRow>,
+    pub(crate) stacks: Vec<StackPlan>,
+}
+
+/// What a step does in one stack of layers, whose blocks are its own.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StackPlan {
+    pub(crate) slot_mapping: Vec<u32>,
+    pub(crate) table_changes: Vec<TableChange>,
+    pub(crate) changed_entries: Vec<u32>,
+}
+
+impl StackPlan {
+    /// Slots that the rows' keys and values are written to, `[rows]`.
+    pub fn slot_mapping(&self) -> &[u32] {
+        &self.slot_mapping
+    }
+
+    /// Runs of changed block-table entries.
+    pub fn table_changes(&self) -> &[TableChange] {
+        &self.table_changes
+    }
+
+    /// The changed entries themselves: block ids, run after run.
+    pub fn changed_entries(&self) -> &[u32] {
+        &self.changed_entries
+    }
+
+    fn clear(&mut self) {
+        self.slot_mapping.clear();
+        self.table_changes.clear();
+        self.changed_entries.clear();
+    }
 }
 
 impl StepPlan {
@@ -134,9 +166,15 @@ impl StepPlan {
         &self.positions
     }
 
-    /// Slots that the rows' keys and values are written to, `[rows]`.
+    /// What the step does in each stack of layers, in their order; all of them have the same rows. A model whose layers are
+    /// all alike has one.
+    pub fn stacks(&self) -> &[StackPlan] {
+        &self.stacks
+    }
+
+    /// The first stack's [`slot_mapping`](StackPlan::slot_mapping).
     pub fn slot_mapping(&self) -> &[u32] {
-        &self.slot_mapping
+        self.stacks.first().map_or(&[], StackPlan::slot_mapping)
     }
 
     /// First row of each sequence, then the end of the last, `[sequences + 1]`.
@@ -154,14 +192,14 @@ impl StepPlan {
         &self.table_rows
     }
 
-    /// Runs of changed block-table entries.
+    /// The first stack's [`table_changes`](StackPlan::table_changes).
     pub fn table_changes(&self) -> &[TableChange] {
-        &self.table_changes
+        self.stacks.first().map_or(&[], StackPlan::table_changes)
     }
 
-    /// The changed entries themselves: block ids, run after run.
+    /// The first stack's [`changed_entries`](StackPlan::changed_entries).
     pub fn changed_entries(&self) -> &[u32] {
-        &self.changed_entries
+        self.stacks.first().map_or(&[], StackPlan::changed_entries)
     }
 
     /// Blocks to move to the host pool before anything else: the step may give them a new content.
@@ -199,16 +237,14 @@ impl StepPlan {
     pub(crate) fn clear(&mut self) {
         self.token_ids.clear();
         self.positions.clear();
-        self.slot_mapping.clear();
         self.query_starts.clear();
         self.context_lens.clear();
         self.table_rows.clear();
-        self.table_changes.clear();
-        self.changed_entries.clear();
         self.swap_outs.clear();
         self.swap_ins.clear();
         self.block_copies.clear();
         self.logit_rows.clear();
+        self.stacks.iter_mut().for_each(StackPlan::clear);
     }
 }
 

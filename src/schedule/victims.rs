@@ -34,13 +34,14 @@ pub(super) enum Resort {
 
 /// A sequence that has a table, as a choice sees it.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Candidate<'a> {
+pub(super) struct Candidate {
     pub(super) index: Index,
     pub(super) place: Place,
     pub(super) priority: Priority,
     /// Tables that its end frees: its own, and those set aside for its samples.
     pub(super) tables: u32,
-    pub(super) blocks: &'a [BlockId],
+    /// Blocks of the pool that it has.
+    pub(super) num_blocks: u32,
     /// Its blocks are promised to it.
     pub(super) is_promised: bool,
     /// It is in this step already, or protected.
@@ -60,13 +61,16 @@ pub(super) struct Holding {
 /// What a choice looks at. Those without a table are left out.
 pub(super) trait View {
     /// Kept sequences, least recently finished first.
-    fn kept(&self) -> impl Iterator<Item = Candidate<'_>>;
+    fn kept(&self) -> impl Iterator<Item = Candidate>;
 
     /// Sequences in line, the last one first.
-    fn waiting(&self) -> impl Iterator<Item = Candidate<'_>>;
+    fn waiting(&self) -> impl Iterator<Item = Candidate>;
 
     /// Running sequences, the last one first.
-    fn running(&self) -> impl Iterator<Item = Candidate<'_>>;
+    fn running(&self) -> impl Iterator<Item = Candidate>;
+
+    /// The blocks of the pool that a sequence has.
+    fn blocks(&self, index: Index) -> impl Iterator<Item = BlockId>;
 
     fn holding(&self, block: BlockId) -> Holding;
 
@@ -75,38 +79,38 @@ pub(super) trait View {
 }
 
 /// A sequence that blocks are taken for.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Requester<'a> {
+#[derive(Clone, Debug)]
+pub(super) struct Requester {
     pub(super) index: Index,
     pub(super) place: Place,
     pub(super) priority: Priority,
-    /// Its shared last block: giving it up frees no block, but saves the copy of it.
-    pub(super) tail: Option<BlockId>,
-    /// What it has found in the prefix cache, and will hold itself.
-    pub(super) found: &'a [BlockId],
-    pub(super) partial: Option<BlockId>,
+    /// Its shared last blocks: giving one up frees no block, but saves the copy of it.
+    pub(super) tails: Vec<BlockId>,
+    /// What it has found in the prefix cache, and will hold itself; sorted.
+    pub(super) found: Vec<BlockId>,
 }
 
 /// The choice: for whom, and how far it goes.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Victims<'a> {
-    pub(super) requester: Requester<'a>,
+#[derive(Clone, Debug)]
+pub(super) struct Victims {
+    pub(super) requester: Requester,
     /// None where nobody who runs is ever preempted.
     pub(super) policy: Option<VictimPolicy>,
     pub(super) reach: Reach,
     pub(super) resort: Resort,
 }
 
-impl Victims<'_> {
+impl Victims {
     /// Sequences that free `missing` blocks together.
     pub(super) fn choose(&self, view: &impl View, missing: u32) -> Option<Vec<Index>> {
         if missing == 0 {
             return Some(Vec::new());
         }
         let mut candidates = self.candidates(view);
-        // A copy is saved when all others give the requester's last block up.
-        let at_most: usize = candidates.iter().map(|candidate| candidate.blocks.len() + 1).sum();
-        if at_most < missing as usize {
+        // Copies are saved when all others give the requester's last blocks up.
+        let copies = self.requester.tails.len().max(1) as u32;
+        let at_most: u32 = candidates.iter().map(|candidate| candidate.num_blocks + copies).sum();
+        if at_most < missing {
             return None;
         }
         let mut freed = Freed { view, victims: self, given_up: HashMap::new(), blocks: 0 };
@@ -124,13 +128,13 @@ impl Victims<'_> {
     }
 
     /// Whose blocks may be taken, in the order in which they are.
-    fn candidates<'v>(&self, view: &'v impl View) -> Vec<Candidate<'v>> {
+    fn candidates(&self, view: &impl View) -> Vec<Candidate> {
         // A turn or branch that waits in line holds blocks as a kept sequence does; under guarantee they are promised.
         let waiting = view.waiting().filter(|other| {
             let within_reach = self.resort == Resort::Last || other.place > self.requester.place;
             within_reach && other.index != self.requester.index && !other.is_promised
         });
-        let mut candidates: Vec<Candidate<'v>> = view.kept().chain(waiting).collect();
+        let mut candidates: Vec<Candidate> = view.kept().chain(waiting).collect();
         let Some(policy) = self.policy.filter(|_| self.reach != Reach::Idle) else { return candidates };
         let idle = candidates.len();
         candidates.extend(view.running().filter(|other| self.may_preempt(policy, other)));
@@ -140,7 +144,7 @@ impl Victims<'_> {
         candidates
     }
 
-    fn may_preempt(&self, policy: VictimPolicy, other: &Candidate<'_>) -> bool {
+    fn may_preempt(&self, policy: VictimPolicy, other: &Candidate) -> bool {
         let Requester { index, place, priority, .. } = self.requester;
         let within_reach = match (self.reach, policy) {
             (Reach::Idle, _) => false,
@@ -180,42 +184,40 @@ pub(super) fn choose_tables(
 /// Blocks that victims free together.
 struct Freed<'a, V> {
     view: &'a V,
-    victims: &'a Victims<'a>,
+    victims: &'a Victims,
     given_up: HashMap<BlockId, u32>,
     blocks: u32,
 }
 
 impl<V: View> Freed<'_, V> {
     /// Adds a victim; returns what is freed then.
-    fn add(&mut self, victim: &Candidate<'_>) -> u32 {
-        for &block in victim.blocks {
+    fn add(&mut self, victim: &Candidate) -> u32 {
+        for block in self.view.blocks(victim.index) {
             *self.given_up.entry(block).or_default() += 1;
         }
         self.blocks += self.freed_by(victim);
         self.blocks
     }
 
-    fn remove(&mut self, victim: &Candidate<'_>) {
+    fn remove(&mut self, victim: &Candidate) {
         self.blocks -= self.freed_by(victim);
-        for block in victim.blocks {
-            self.given_up.entry(*block).and_modify(|given_up| *given_up -= 1);
+        for block in self.view.blocks(victim.index) {
+            self.given_up.entry(block).and_modify(|given_up| *given_up -= 1);
         }
     }
 
     /// Blocks of a victim that nobody would hold any more, and that anybody may take.
-    fn freed_by(&self, victim: &Candidate<'_>) -> u32 {
-        let Victims { requester: Requester { tail, found, partial, .. }, resort, .. } = *self.victims;
-        let is_freed = |&(entry, &block): &(usize, &BlockId)| {
+    fn freed_by(&self, victim: &Candidate) -> u32 {
+        let Victims { requester: Requester { tails, found, .. }, resort, .. } = self.victims;
+        let is_freed = |&block: &BlockId| {
             let Holding { holders, is_fenced, is_retained } = self.view.holding(block);
-            let is_tail = tail == Some(block);
-            // Who holds the same history holds it at the same entry.
-            let is_found = found.get(entry) == Some(&block) || partial == Some(block);
+            let is_tail = tails.contains(&block);
             self.given_up.get(&block) == Some(&(holders - u32::from(is_tail)))
-                && !is_found
+                && found.binary_search(&block).is_err()
                 && (is_tail || !is_fenced)
-                && (resort == Resort::Last || !is_retained)
+                && (*resort == Resort::Last || !is_retained)
         };
-        victim.blocks.iter().enumerate().filter(is_freed).count() as u32
+        self.view.blocks(victim.index).filter(is_freed).count() as u32
     }
 }
 
@@ -227,70 +229,87 @@ mod tests {
     /// Sequences whose blocks are written down; who holds a block is counted from them.
     #[derive(Default)]
     struct Written {
-        kept: Vec<Candidate<'static>>,
-        waiting: Vec<Candidate<'static>>,
-        running: Vec<Candidate<'static>>,
+        kept: Vec<Candidate>,
+        waiting: Vec<Candidate>,
+        running: Vec<Candidate>,
+        blocks: HashMap<Index, Vec<BlockId>>,
         retained: Vec<BlockId>,
         fenced: Vec<BlockId>,
     }
 
     impl View for Written {
-        fn kept(&self) -> impl Iterator<Item = Candidate<'_>> {
+        fn kept(&self) -> impl Iterator<Item = Candidate> {
             self.kept.iter().copied()
         }
 
-        fn waiting(&self) -> impl Iterator<Item = Candidate<'_>> {
+        fn waiting(&self) -> impl Iterator<Item = Candidate> {
             self.waiting.iter().copied()
         }
 
-        fn running(&self) -> impl Iterator<Item = Candidate<'_>> {
+        fn running(&self) -> impl Iterator<Item = Candidate> {
             self.running.iter().copied()
         }
 
+        fn blocks(&self, index: Index) -> impl Iterator<Item = BlockId> {
+            self.blocks.get(&index).into_iter().flatten().copied()
+        }
+
         fn holding(&self, block: BlockId) -> Holding {
-            let all = self.kept.iter().chain(&self.waiting).chain(&self.running);
             Holding {
-                holders: all.filter(|candidate| candidate.blocks.contains(&block)).count() as u32,
+                holders: self.blocks.values().filter(|blocks| blocks.contains(&block)).count() as u32,
                 is_fenced: self.fenced.contains(&block),
                 is_retained: self.retained.contains(&block),
             }
         }
 
         fn lost(&self, index: Index) -> u32 {
-            let all = self.running.iter().filter(|candidate| candidate.index == index);
-            all.map(|candidate| candidate.blocks.len() as u32).sum()
+            self.blocks(index).count() as u32
         }
     }
 
-    /// A sequence that arrived at step `index`, and holds `blocks`.
-    fn holds(index: Index, blocks: &'static [u32]) -> Candidate<'static> {
-        let blocks = Vec::leak(blocks.iter().copied().map(BlockId).collect());
-        let place = Place::arrived(index as u64);
-        let priority = Priority::Normal;
-        Candidate { index, place, priority, tables: 1, blocks, is_promised: false, is_spared: false }
+    /// A sequence, and the blocks that it holds.
+    type Holder = (Index, &'static [u32]);
+
+    impl Written {
+        /// Kept sequences, those in line and running ones: each arrived at the step of its number.
+        fn new(kept: &[Holder], waiting: &[Holder], running: &[Holder]) -> Self {
+            let candidate = |&(index, blocks): &Holder| Candidate {
+                index,
+                place: Place::arrived(index as u64),
+                priority: Priority::Normal,
+                tables: 1,
+                num_blocks: blocks.len() as u32,
+                is_promised: false,
+                is_spared: false,
+            };
+            let all = kept.iter().chain(waiting).chain(running);
+            let blocks = |blocks: &[u32]| blocks.iter().copied().map(BlockId).collect();
+            Self {
+                kept: kept.iter().map(candidate).collect(),
+                waiting: waiting.iter().map(candidate).collect(),
+                running: running.iter().map(candidate).collect(),
+                blocks: all.map(|&(index, held)| (index, blocks(held))).collect(),
+                ..Self::default()
+            }
+        }
     }
 
     /// Sequence 5 asks for blocks.
-    fn victims(policy: VictimPolicy, reach: Reach) -> Victims<'static> {
+    fn victims(policy: VictimPolicy, reach: Reach) -> Victims {
         let requester = Requester {
             index: 5,
             place: Place::arrived(5),
             priority: Priority::Normal,
-            tail: None,
-            found: &[],
-            partial: None,
+            tails: Vec::new(),
+            found: Vec::new(),
         };
         Victims { requester, policy: Some(policy), reach, resort: Resort::Usual }
     }
 
     #[test]
     fn kept_sequences_come_before_those_in_line_and_those_before_running_ones() {
-        let view = Written {
-            kept: vec![holds(1, &[10])],
-            waiting: vec![holds(8, &[11]), holds(4, &[12])],
-            running: vec![holds(7, &[13]), holds(5, &[14]), holds(2, &[15])],
-            ..Written::default()
-        };
+        let view =
+            Written::new(&[(1, &[10])], &[(8, &[11]), (4, &[12])], &[(7, &[13]), (5, &[14]), (2, &[15])]);
         let choice = victims(LowestPriority, Reach::Running);
         assert_eq!(choice.choose(&view, 0), Some(vec![]));
         assert_eq!(choice.choose(&view, 1), Some(vec![1]));
@@ -298,18 +317,15 @@ mod tests {
         assert_eq!(choice.choose(&view, 3), Some(vec![1, 8, 7]));
         // Neither 4, which comes before it in line, nor 2, which comes before it among those that run.
         assert_eq!(choice.choose(&view, 4), None);
-        let last = Victims { resort: Resort::Last, ..choice };
+        let last = Victims { resort: Resort::Last, ..choice.clone() };
         assert_eq!(last.choose(&view, 4), Some(vec![1, 8, 4, 7]));
         assert_eq!(victims(LowestPriority, Reach::Idle).choose(&view, 3), None);
-        assert_eq!(Victims { policy: None, ..choice }.choose(&view, 3), None);
+        assert_eq!(Victims { policy: None, ..choice.clone() }.choose(&view, 3), None);
     }
 
     #[test]
     fn none_is_taken_that_is_not_needed() {
-        let view = Written {
-            kept: vec![holds(1, &[10]), holds(2, &[]), holds(3, &[11, 12, 13])],
-            ..Written::default()
-        };
+        let view = Written::new(&[(1, &[10]), (2, &[]), (3, &[11, 12, 13])], &[], &[]);
         let choice = victims(LowestPriority, Reach::Idle);
         assert_eq!(choice.choose(&view, 3), Some(vec![3]));
         assert_eq!(choice.choose(&view, 4), Some(vec![1, 3]));
@@ -317,11 +333,7 @@ mod tests {
 
     #[test]
     fn a_shared_block_is_freed_by_the_last_of_its_holders() {
-        let view = Written {
-            kept: vec![holds(1, &[10, 11]), holds(2, &[10, 12])],
-            running: vec![holds(3, &[12])],
-            ..Written::default()
-        };
+        let view = Written::new(&[(1, &[10, 11]), (2, &[10, 12])], &[], &[(3, &[12])]);
         let choice = victims(LowestPriority, Reach::Idle);
         assert_eq!(choice.choose(&view, 1), Some(vec![1]));
         assert_eq!(choice.choose(&view, 2), Some(vec![1, 2]));
@@ -331,14 +343,12 @@ mod tests {
     #[test]
     fn what_is_found_fenced_or_retained_frees_nothing() {
         let view = Written {
-            kept: vec![holds(1, &[10, 11, 12, 13, 14])],
             retained: vec![BlockId(13)],
             fenced: vec![BlockId(14)],
-            ..Written::default()
+            ..Written::new(&[(1, &[10, 11, 12, 13, 14])], &[], &[])
         };
         let mut choice = victims(LowestPriority, Reach::Idle);
-        choice.requester.found = &[BlockId(10)];
-        choice.requester.partial = Some(BlockId(11));
+        choice.requester.found = vec![BlockId(10), BlockId(11)];
         assert_eq!((choice.choose(&view, 1), choice.choose(&view, 2)), (Some(vec![1]), None));
         choice.resort = Resort::Last;
         assert_eq!((choice.choose(&view, 2), choice.choose(&view, 3)), (Some(vec![1]), None));
@@ -346,24 +356,16 @@ mod tests {
 
     #[test]
     fn giving_up_the_requesters_last_block_saves_its_copy() {
-        let view = Written {
-            kept: vec![holds(1, &[10])],
-            running: vec![holds(5, &[10])],
-            fenced: vec![BlockId(10)],
-            ..Written::default()
-        };
+        let view = Written { fenced: vec![BlockId(10)], ..Written::new(&[(1, &[10])], &[], &[(5, &[10])]) };
         let mut choice = victims(LowestPriority, Reach::Idle);
         assert_eq!(choice.choose(&view, 1), None);
-        choice.requester.tail = Some(BlockId(10));
+        choice.requester.tails = vec![BlockId(10)];
         assert_eq!(choice.choose(&view, 1), Some(vec![1]));
     }
 
     #[test]
     fn the_policy_says_which_running_sequences_are_preempted() {
-        let mut view = Written {
-            running: vec![holds(8, &[10, 11]), holds(7, &[12, 13]), holds(5, &[14]), holds(4, &[15])],
-            ..Written::default()
-        };
+        let mut view = Written::new(&[], &[], &[(8, &[10, 11]), (7, &[12, 13]), (5, &[14]), (4, &[15])]);
         assert_eq!(victims(LowestPriority, Reach::Running).choose(&view, 1), Some(vec![8]));
         // The fewest blocks, and of as many the last in order; it may come before the requester.
         assert_eq!(victims(LeastLost, Reach::Running).choose(&view, 1), Some(vec![4]));
@@ -378,11 +380,7 @@ mod tests {
 
     #[test]
     fn tables_are_taken_from_kept_sequences_and_from_those_in_line() {
-        let mut view = Written {
-            kept: vec![holds(1, &[]), holds(2, &[10])],
-            waiting: vec![holds(8, &[11]), holds(7, &[12])],
-            ..Written::default()
-        };
+        let mut view = Written::new(&[(1, &[]), (2, &[10])], &[(8, &[11]), (7, &[12])], &[]);
         view.waiting[0].tables = 3;
         view.waiting[1].is_promised = true;
         assert_eq!(choose_tables(&view, 5, None, 1), Some(vec![1]));

@@ -9,7 +9,7 @@ use paged_kv::{
 use std::collections::{HashMap, HashSet};
 
 fn config(num_blocks: u32, block_size: u32) -> CacheConfig {
-    let shape = ModelShape { num_layers: 1, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
+    let shape = ModelShape::new(1, 2, 1, 8);
     CacheConfig::for_blocks(num_blocks, &shape, KvType::F32).unwrap().with_block_size(block_size).unwrap()
 }
 
@@ -23,7 +23,7 @@ struct Tables {
 impl Tables {
     fn new(num_blocks: u32, block_size: u32) -> Self {
         let config = config(num_blocks, block_size);
-        Self { cache: KvCache::new(config), device: SimulatedDevice::new(&config), tokens: HashMap::new() }
+        Self { device: SimulatedDevice::new(&config), cache: KvCache::new(config), tokens: HashMap::new() }
     }
 
     fn create(&mut self, tokens: &[u32]) -> TableId {
@@ -129,7 +129,7 @@ fn b03_every_position_goes_to_its_own_slot_for_every_length_and_block_size() {
 #[test]
 fn b21_addresses_beyond_32_bits_are_exact() {
     // 16 tokens, 8 heads of 128 half-precision elements, keys and values: 16,384 words a block.
-    let shape = ModelShape { num_layers: 1, num_query_heads: 8, num_kv_heads: 8, head_dim: 128 };
+    let shape = ModelShape::new(1, 8, 8, 128);
     let config = CacheConfig::for_blocks(16, &shape, KvType::F16).unwrap();
     let arena = ArenaLayout::new(*config.layout(), u32::MAX, 1).unwrap();
     assert_eq!(arena.block_stride_words(0), 16_384);
@@ -146,7 +146,7 @@ fn b21_addresses_beyond_32_bits_are_exact() {
 
 #[test]
 fn b21_a_pool_that_cannot_be_addressed_is_refused_with_both_numbers() {
-    let shape = ModelShape { num_layers: 2, num_query_heads: 8, num_kv_heads: 8, head_dim: 128 };
+    let shape = ModelShape::new(2, 8, 8, 128);
     let config = CacheConfig::for_blocks(262_144, &shape, KvType::F16).unwrap();
     let error = config.arenas(u64::MAX).unwrap_err();
     let expected = ConfigError::LayerExceedsArena {

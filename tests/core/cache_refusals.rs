@@ -7,7 +7,7 @@ use paged_kv::{
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-const SHAPE: ModelShape = ModelShape { num_layers: 1, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
+const SHAPE: ModelShape = ModelShape::new(1, 2, 1, 8);
 
 /// A pool of blocks of four tokens, with the prefix cache and a host pool of the same size.
 fn cache(num_blocks: u32) -> KvCache {
@@ -94,10 +94,10 @@ fn a_table_says_how_many_of_its_blocks_are_in_the_host_pool() {
 
 #[test]
 fn a_push_beyond_the_declared_maximum_is_refused_within_the_last_block_too() {
-    let config = *cache(8).config();
+    let config = cache(8).config().clone();
     // The maximum of the cache, and a lower one of the table; a whole number of blocks, and not.
     for (cap, max_tokens) in [(14, 14), (16, 14), (16, 13), (16, 12), (16, 1)] {
-        let mut cache = KvCache::new(config.with_max_sequence_tokens(cap).unwrap());
+        let mut cache = KvCache::new(config.clone().with_max_sequence_tokens(cap).unwrap());
         let table = cache.create(max_tokens).unwrap();
         let refused = |tokens: u32| CacheError::ExceedsTable { tokens: max_tokens + tokens, max_tokens };
         let mut step = StepBuilder::new(&mut cache);
@@ -178,17 +178,16 @@ fn padding_is_bounded() {
 
 #[test]
 fn the_bytes_of_a_host_pool_are_checked_whatever_is_changed_last() {
-    let shape =
-        ModelShape { num_layers: 1 << 20, num_query_heads: 1 << 10, num_kv_heads: 1 << 10, head_dim: 8 };
+    let shape = ModelShape::new(1 << 20, 1 << 10, 1 << 10, 8);
     let config = CacheConfig::for_blocks(1, &shape, KvType::F32).unwrap().with_block_size(1).unwrap();
     // 2^36 bytes a token; blocks of 2^28 and of 2^27 tokens are 2^64 bytes and half as many.
     assert_eq!(config.bytes_per_block(), 1 << 36);
     let overflow = ConfigError::Overflow { what: "bytes of the host pool" };
     let config = config.with_host_blocks((1 << 28) - 1).unwrap();
     assert_eq!(config.host_bytes(), ((1 << 28) - 1) << 36);
-    assert_eq!(config.with_host_blocks(1 << 28).unwrap_err(), overflow);
-    assert_eq!(config.with_block_size(2).unwrap_err(), overflow);
-    assert_eq!(config.with_max_sequences(2).unwrap().host_bytes(), config.host_bytes());
+    assert_eq!(config.clone().with_host_blocks(1 << 28).unwrap_err(), overflow);
+    assert_eq!(config.clone().with_block_size(2).unwrap_err(), overflow);
+    assert_eq!(config.clone().with_max_sequences(2).unwrap().host_bytes(), config.host_bytes());
 }
 
 /// The message of a panic.
@@ -199,7 +198,7 @@ fn panic_of(work: impl FnOnce()) -> String {
 
 #[test]
 fn addresses_that_a_layout_does_not_have_are_refused_with_both_numbers() {
-    let shape = ModelShape { num_layers: 3, num_query_heads: 2, num_kv_heads: 2, head_dim: 8 };
+    let shape = ModelShape::new(3, 2, 2, 8);
     let config = CacheConfig::for_blocks(5, &shape, KvType::F32).unwrap().with_block_size(4).unwrap();
     let arena = ArenaLayout::new(*config.layout(), 5, 2).unwrap();
     assert_eq!((arena.num_arenas(), arena.layers_in(1), arena.arena_of(2)), (2, 1, (1, 0)));
@@ -217,12 +216,11 @@ fn addresses_that_a_layout_does_not_have_are_refused_with_both_numbers() {
     let zero = |field| Err(ConfigError::Zero { field });
     assert_eq!(ArenaLayout::new(*config.layout(), 0, 1), zero("num_blocks"));
     assert_eq!(ArenaLayout::new(*config.layout(), 1, 0), zero("layers_per_arena"));
-    let mut block = *config.layout();
-    block.block_size = 3;
-    assert_eq!(ArenaLayout::new(block, 1, 1), Err(ConfigError::BlockSize { block_size: 3, max: 4096 }));
-    block = *config.layout();
-    (block.num_layers, block.num_kv_heads) = (u32::MAX, u32::MAX);
-    assert_eq!(ArenaLayout::new(block, 1, 1), Err(ConfigError::Overflow { what: "bytes of a block" }));
+    // Blocks of 2^40 bytes.
+    let large = ModelShape::new(1 << 20, 1 << 10, 1 << 10, 8);
+    let block = *CacheConfig::for_blocks(1, &large, KvType::F32).unwrap().layout();
+    let overflow = Err(ConfigError::Overflow { what: "bytes of an arena" });
+    assert_eq!(ArenaLayout::new(block, u32::MAX, u32::MAX), overflow);
 
     let mut cpu = CpuCache::new(&shape, &config);
     assert_eq!(panic_of(|| drop(cpu.key_row(0, 0, 2, 0))), "kv head 2 of 2");

@@ -8,16 +8,16 @@ use paged_kv::{
 const MIB: u64 = 1 << 20;
 
 fn smollm2() -> ModelShape {
-    ModelShape { num_layers: 30, num_query_heads: 9, num_kv_heads: 3, head_dim: 64 }
+    ModelShape::new(30, 9, 3, 64)
 }
 
 fn tiny() -> ModelShape {
-    ModelShape { num_layers: 1, num_query_heads: 1, num_kv_heads: 1, head_dim: 8 }
+    ModelShape::new(1, 1, 1, 8)
 }
 
 /// 128 KiB of keys and values per token: 32 layers, 8 heads of 128, half precision.
 fn wide() -> ModelShape {
-    ModelShape { num_layers: 32, num_query_heads: 32, num_kv_heads: 8, head_dim: 128 }
+    ModelShape::new(32, 32, 8, 128)
 }
 
 fn pool(num_blocks: u32, block_size: u32) -> CacheConfig {
@@ -87,7 +87,7 @@ fn a_cache_of_so_many_bytes_never_takes_more_and_wastes_less_than_a_block() {
         for bytes in [368_640 * 2 + 600, MIB, 10 * MIB, 512 * MIB + 1, 80 << 30] {
             for block_size in [1, 16, 256] {
                 for tokens in [None, Some(512), Some(100_000)] {
-                    let check = |config: Result<CacheConfig, ConfigError>| {
+                    let check = |config: &Result<CacheConfig, ConfigError>| {
                         let Ok(config) = config else { return };
                         assert!(config.bytes_total() <= bytes, "{config:?}");
                         let one_more = config.bytes_per_block()
@@ -96,9 +96,9 @@ fn a_cache_of_so_many_bytes_never_takes_more_and_wastes_less_than_a_block() {
                     };
                     let config = CacheConfig::for_bytes(bytes, &smollm2(), format)
                         .and_then(|config| config.with_block_size(block_size));
-                    check(config);
+                    check(&config);
                     if let Some(tokens) = tokens {
-                        check(config.and_then(|config| config.with_max_sequence_tokens(tokens)));
+                        check(&config.and_then(|config| config.with_max_sequence_tokens(tokens)));
                     }
                 }
             }
@@ -147,7 +147,7 @@ fn smollm2_at_8192_tokens_fits_arenas_of_128_mib() {
         let config = CacheConfig::for_context(8192, 1, &smollm2(), format).unwrap();
         let arenas = config.arenas(128 * MIB).unwrap();
         // 8,192 tokens x 3 heads x 2 x 64 elements x 4 bytes are 12 MiB a layer in f32.
-        assert_eq!((arenas.layers_per_arena, arenas.num_arenas()), (layers_per_arena, num_arenas));
+        assert_eq!((arenas.layers_per_arena(), arenas.num_arenas()), (layers_per_arena, num_arenas));
         let bytes: u64 = (0..num_arenas).map(|arena| arenas.arena_bytes(arena)).sum();
         assert_eq!(bytes, config.bytes_total() - config.table_bytes());
         assert!((0..num_arenas).all(|arena| arenas.arena_bytes(arena) <= 128 * MIB));
@@ -166,13 +166,13 @@ fn arenas_are_as_few_as_possible_and_evenly_filled() {
         [(u64::MAX, 32), (128 * MIB, 32), (128 * MIB - 1, 16), (64 * MIB, 16), (4 * MIB, 1)]
     {
         let arenas = config.arenas(max_bytes).unwrap();
-        assert_eq!(arenas.layers_per_arena, layers, "within {max_bytes}");
+        assert_eq!(arenas.layers_per_arena(), layers, "within {max_bytes}");
         let layers: u32 = (0..arenas.num_arenas()).map(|arena| arenas.layers_in(arena)).sum();
         assert_eq!(layers, 32);
     }
     // 30 layers in arenas of at most 13: three of 10 rather than 13, 13 and 4.
     let config = CacheConfig::for_context(8192, 1, &smollm2(), KvType::F32).unwrap();
-    assert_eq!(config.arenas(13 * 12 * MIB).unwrap().layers_per_arena, 10);
+    assert_eq!(config.arenas(13 * 12 * MIB).unwrap().layers_per_arena(), 10);
     let error = CacheConfig::for_blocks(64, &wide(), KvType::F16).unwrap().arenas(4 * MIB - 1).unwrap_err();
     assert_eq!(
         error,
@@ -184,17 +184,17 @@ fn arenas_are_as_few_as_possible_and_evenly_filled() {
 
 #[test]
 fn every_row_has_its_own_place_and_rows_fill_the_arena() {
-    let shape = ModelShape { num_layers: 5, num_query_heads: 4, num_kv_heads: 2, head_dim: 24 };
+    let shape = ModelShape::new(5, 4, 2, 24);
     let format = KvFormat::new(KvType::F16, KvType::F32).with_v_head_dim(8);
     let config = CacheConfig::for_blocks(3, &shape, format).unwrap().with_block_size(2).unwrap();
     let arenas = config.arenas(config.bytes_per_block() / 5 * 3 * 2).unwrap();
-    assert_eq!((arenas.layers_per_arena, arenas.num_arenas(), arenas.layers_in(2)), (2, 3, 1));
+    assert_eq!((arenas.layers_per_arena(), arenas.num_arenas(), arenas.layers_in(2)), (2, 3, 1));
     for arena in 0..3 {
         let mut used = vec![false; arenas.arena_bytes(arena) as usize / 4];
         for layer in arena * 2..arena * 2 + arenas.layers_in(arena) {
             for block in 0..3 {
                 for (part, words) in
-                    [(KvPart::K, arenas.block.k_row_words()), (KvPart::V, arenas.block.v_row_words())]
+                    [(KvPart::K, arenas.block().k_row_words()), (KvPart::V, arenas.block().v_row_words())]
                 {
                     for row in 0..4 {
                         let start = arenas.row_word(layer, part, block, row / 2, row % 2) as usize;
@@ -213,7 +213,7 @@ fn every_row_has_its_own_place_and_rows_fill_the_arena() {
 fn heads_start_at_multiples_of_16_bytes() {
     // One row of 8 half-precision elements is 16 bytes; 1 x 24 elements are 48.
     for (head_dim, words) in [(8, 4), (24, 12), (40, 20), (256, 128)] {
-        let shape = ModelShape { head_dim, ..tiny() };
+        let shape = ModelShape::new(1, 1, 1, head_dim);
         let config = CacheConfig::for_blocks(1, &shape, KvType::F16).unwrap().with_block_size(1).unwrap();
         assert_eq!(config.layout().k_head_words(), words);
     }
@@ -222,11 +222,8 @@ fn heads_start_at_multiples_of_16_bytes() {
 #[test]
 fn fingerprints_differ_wherever_bytes_would_mean_something_else() {
     let base = CacheConfig::for_blocks(8, &smollm2(), KvType::F16).unwrap();
-    let shape = |num_layers, num_kv_heads, head_dim| ModelShape {
-        num_layers,
-        num_query_heads: 9 * num_kv_heads,
-        num_kv_heads,
-        head_dim,
+    let shape = |num_layers, num_kv_heads, head_dim| {
+        ModelShape::new(num_layers, 9 * num_kv_heads, num_kv_heads, head_dim)
     };
     let blocks = |shape: ModelShape| CacheConfig::for_blocks(8, &shape, KvType::F16).unwrap();
     let f16 = KvType::F16;
@@ -238,9 +235,9 @@ fn fingerprints_differ_wherever_bytes_would_mean_something_else() {
         CacheConfig::for_blocks(8, &smollm2(), KvFormat::new(f16, KvType::F32)).unwrap(),
         CacheConfig::for_blocks(8, &smollm2(), KvFormat::from(f16).with_v_head_dim(32)).unwrap(),
         CacheConfig::for_blocks(9, &smollm2(), f16).unwrap(),
-        base.with_block_size(32).unwrap(),
-        base.with_max_sequences(3).unwrap(),
-        base.with_max_sequence_tokens(64).unwrap(),
+        base.clone().with_block_size(32).unwrap(),
+        base.clone().with_max_sequences(3).unwrap(),
+        base.clone().with_max_sequence_tokens(64).unwrap(),
     ];
     let mut all: Vec<u64> = others.iter().map(CacheConfig::fingerprint).chain([base.fingerprint()]).collect();
     all.sort_unstable();
@@ -252,14 +249,13 @@ fn fingerprints_differ_wherever_bytes_would_mean_something_else() {
 #[test]
 fn zeros_are_refused_by_name() {
     let zero = |field| ConfigError::Zero { field };
-    let shape = |change: fn(&mut ModelShape)| {
-        let mut shape = tiny();
-        change(&mut shape);
-        CacheConfig::for_blocks(1, &shape, KvType::F32).unwrap_err()
-    };
-    assert_eq!(shape(|shape| shape.num_layers = 0), zero("num_layers"));
-    assert_eq!(shape(|shape| shape.num_query_heads = 0), zero("num_query_heads"));
-    assert_eq!(shape(|shape| shape.num_kv_heads = 0), zero("num_kv_heads"));
+    for (shape, field) in [
+        (ModelShape::new(0, 1, 1, 8), "num_layers"),
+        (ModelShape::new(1, 0, 1, 8), "num_query_heads"),
+        (ModelShape::new(1, 1, 0, 8), "num_kv_heads"),
+    ] {
+        assert_eq!(CacheConfig::for_blocks(1, &shape, KvType::F32).unwrap_err(), zero(field));
+    }
     assert_eq!(CacheConfig::for_blocks(0, &tiny(), KvType::F32).unwrap_err(), zero("num_blocks"));
     assert_eq!(CacheConfig::for_context(0, 1, &tiny(), KvType::F32).unwrap_err(), zero("tokens"));
     assert_eq!(CacheConfig::for_context(1, 0, &tiny(), KvType::F32).unwrap_err(), zero("chats"));
@@ -286,7 +282,7 @@ fn zeros_are_refused_by_name() {
 #[test]
 fn shapes_that_no_kernel_supports_are_refused() {
     for (num_query_heads, num_kv_heads) in [(33, 2), (3, 2), (1, 2)] {
-        let shape = ModelShape { num_query_heads, num_kv_heads, ..tiny() };
+        let shape = ModelShape::new(1, num_query_heads, num_kv_heads, 8);
         assert_eq!(
             CacheConfig::for_blocks(1, &shape, KvType::F32).unwrap_err(),
             ConfigError::HeadRatio { num_query_heads, num_kv_heads }
@@ -294,7 +290,7 @@ fn shapes_that_no_kernel_supports_are_refused() {
     }
     for head_dim in [0, 4, 12, 65, 264, u32::MAX] {
         let error = ConfigError::HeadDim { head_dim, max: 256 };
-        let shape = ModelShape { head_dim, ..tiny() };
+        let shape = ModelShape::new(1, 1, 1, head_dim);
         assert_eq!(CacheConfig::for_blocks(1, &shape, KvType::F32).unwrap_err(), error);
         let format = KvFormat::from(KvType::F32).with_v_head_dim(head_dim);
         assert_eq!(CacheConfig::for_blocks(1, &tiny(), format).unwrap_err(), error);
@@ -310,7 +306,7 @@ fn shapes_that_no_kernel_supports_are_refused() {
 #[test]
 fn sizes_beyond_64_bits_are_errors() {
     let max = u32::MAX;
-    let huge = ModelShape { num_layers: max, num_query_heads: max, num_kv_heads: max, head_dim: 256 };
+    let huge = ModelShape::new(max, max, max, 256);
     for config in [
         CacheConfig::for_blocks(1, &huge, KvType::F32),
         CacheConfig::for_bytes(u64::MAX, &huge, KvType::F32),
@@ -319,8 +315,7 @@ fn sizes_beyond_64_bits_are_errors() {
         assert!(matches!(config, Err(ConfigError::Overflow { .. })), "{config:?}");
     }
     // 2^59 bytes a block: 8 blocks fit into 64 bits, 32 do not.
-    let wide =
-        ModelShape { num_layers: 1 << 20, num_query_heads: 1 << 24, num_kv_heads: 1 << 24, head_dim: 256 };
+    let wide = ModelShape::new(1 << 20, 1 << 24, 1 << 24, 256);
     let eight = CacheConfig::for_blocks(8, &wide, KvType::F32).unwrap();
     assert_eq!((eight.bytes_per_token(), eight.bytes_per_block()), (1 << 55, 1 << 59));
     let many = CacheConfig::for_blocks(32, &wide, KvType::F32);

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 /// A pool of 511 blocks of 16 tokens: 1 GiB of Llama 3.1 8B.
 fn one_gib() -> CacheConfig {
-    let shape = ModelShape { num_layers: 32, num_query_heads: 32, num_kv_heads: 8, head_dim: 128 };
+    let shape = ModelShape::new(32, 32, 8, 128);
     let cache = CacheConfig::for_bytes(1 << 30, &shape, KvType::F16).unwrap();
     assert_eq!(cache.num_blocks(), 511);
     cache

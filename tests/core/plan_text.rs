@@ -9,7 +9,7 @@ use crate::rig::Random;
 
 /// The plans of a scheduler with little memory: prompts, decoding, copies, swaps.
 fn plans() -> Vec<StepPlan> {
-    let shape = ModelShape { num_layers: 1, num_query_heads: 1, num_kv_heads: 1, head_dim: 8 };
+    let shape = ModelShape::new(1, 1, 1, 8);
     let cache = CacheConfig::for_blocks(24, &shape, KvType::F16)
         .and_then(|config| config.with_block_size(4))
         .and_then(|config| config.with_host_blocks(32))

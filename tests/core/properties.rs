@@ -15,7 +15,7 @@ use std::cell::Cell;
 /// Operations in a random history, on average.
 const HISTORY: usize = 100;
 
-const SHAPE: ModelShape = ModelShape { num_layers: 1, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
+const SHAPE: ModelShape = ModelShape::new(1, 2, 1, 8);
 
 fn total_operations() -> usize {
     match std::env::var("PAGED_KV_MODEL_OPERATIONS") {

@@ -13,7 +13,7 @@ const TOLERANCE: f64 = 1e-5;
 impl Rig {
     /// The twin's attention for every row of a plan.
     pub(crate) fn attend(&self, plan: &StepPlan, tensors: &Tensors, split: &SplitConfig) -> Vec<f32> {
-        let heads = self.shape.num_query_heads as usize;
+        let heads = self.shape.num_query_heads() as usize;
         let mut work = WorkSplit::default();
         work.split(plan, split);
         let inputs = AttentionInputs::new(&self.cpu, plan, 0, Rows::new(&tensors.query, heads * self.k_len));

@@ -15,7 +15,7 @@ impl Engine for Twins {
     }
 
     fn log_sum_exp(&self, rig: &Rig, plan: &StepPlan, tensors: &Tensors) -> f32 {
-        let query = Rows::new(&tensors.query, rig.shape.num_query_heads as usize * rig.k_len);
+        let query = Rows::new(&tensors.query, rig.shape.num_query_heads() as usize * rig.k_len);
         let inputs = AttentionInputs::new(&rig.cpu, plan, 0, query);
         let item = DecodeItem { sequence: 0, first_token: 0, end_token: plan.context_lens()[0], partial: 0 };
         let mut partial = vec![0.0; rig.cpu.partial_len()];
@@ -72,7 +72,7 @@ fn b03_the_last_slot_of_whole_blocks_is_the_last_of_the_last_block() {
 #[test]
 fn b15_heads_that_do_not_divide_are_refused() {
     for (num_query_heads, num_kv_heads) in [(33, 2), (3, 2), (4, 0)] {
-        let shape = ModelShape { num_layers: 1, num_query_heads, num_kv_heads, head_dim: 64 };
+        let shape = ModelShape::new(1, num_query_heads, num_kv_heads, 64);
         let error = CacheConfig::for_blocks(4, &shape, KvType::F16).map(|_| ());
         assert!(matches!(error, Err(ConfigError::HeadRatio { .. } | ConfigError::Zero { .. })));
     }
@@ -81,7 +81,7 @@ fn b15_heads_that_do_not_divide_are_refused() {
 #[test]
 fn b21_addresses_do_not_wrap_at_two_to_the_31() {
     // 8 heads of 128 lanes, 16 tokens, keys and values in f16: 16384 words per block.
-    let shape = ModelShape { num_layers: 1, num_query_heads: 8, num_kv_heads: 8, head_dim: 128 };
+    let shape = ModelShape::new(1, 8, 8, 128);
     let config = CacheConfig::for_blocks(1 << 19, &shape, KvType::F16).expect("a valid configuration");
     let layout = ArenaLayout::new(*config.layout(), 1 << 19, 1).unwrap();
     let first_words =

@@ -7,7 +7,7 @@ use paged_kv::{
 use std::collections::BTreeMap;
 
 pub(crate) fn cache(num_blocks: u32, block_size: u32) -> CacheConfig {
-    let shape = ModelShape { num_layers: 1, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
+    let shape = ModelShape::new(1, 2, 1, 8);
     CacheConfig::for_blocks(num_blocks, &shape, KvType::F32).unwrap().with_block_size(block_size).unwrap()
 }
 

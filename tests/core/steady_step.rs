@@ -19,7 +19,7 @@ const CONTEXT: u32 = 1024;
 
 /// 64 sequences that have read prompts of about 1,024 tokens; `waiting` more stand in line, for want of blocks.
 fn steady(config: SchedulerConfig, waiting: u32) -> Scheduler {
-    let shape = ModelShape { num_layers: 30, num_query_heads: 9, num_kv_heads: 3, head_dim: 64 };
+    let shape = ModelShape::new(30, 9, 3, 64);
     let cache = CacheConfig::for_context(2 * CONTEXT, SEQUENCES, &shape, KvType::F16).unwrap();
     let mut scheduler = Scheduler::new(config, cache.with_max_sequences(4 * SEQUENCES).unwrap()).unwrap();
     for sequence in 0..SEQUENCES {
@@ -144,14 +144,14 @@ fn splitting_a_steady_step_allocates_nothing() {
 
 #[test]
 fn bookkeeping_takes_at_most_64_bytes_and_its_tokens_per_block() {
-    let shape = ModelShape { num_layers: 1, num_query_heads: 1, num_kv_heads: 1, head_dim: 8 };
+    let shape = ModelShape::new(1, 1, 1, 8);
     // The last one is the worst: tables of hashes have a power of two of entries.
     for (num_blocks, block_size) in [(1_000_000, 16), (1_000_000, 4), (100_000, 256), ((1 << 17) + 1, 16)] {
         let config = CacheConfig::for_blocks(num_blocks, &shape, KvType::F16).unwrap();
         let config = config.with_block_size(block_size).unwrap().with_max_sequences(16).unwrap();
         for (scheduler, most) in [(SchedulerConfig::default(), 64), (guaranteed(), 68)] {
             let before = held_bytes();
-            let mut scheduler = Scheduler::new(scheduler, config).unwrap();
+            let mut scheduler = Scheduler::new(scheduler, config.clone()).unwrap();
             // A block of its own: what promises take is made when one is given.
             scheduler.add(Request::new([1]).max_new_tokens(1)).unwrap();
             let Schedule::Step(_) = scheduler.schedule() else { panic!("a step") };

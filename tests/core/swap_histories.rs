@@ -116,14 +116,14 @@ fn work(step: &mut StepBuilder<'_>, tables: &mut [Table], random: &mut Random) {
 
 impl World {
     fn new() -> Self {
-        let shape = ModelShape { num_layers: 1, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
+        let shape = ModelShape::new(1, 2, 1, 8);
         let config = CacheConfig::for_blocks(14, &shape, KvType::F32).unwrap();
         let config = config.with_block_size(4).unwrap().with_max_sequences(7).unwrap();
         let config = config.with_max_sequence_tokens(MAX_TOKENS).unwrap().with_host_blocks(9).unwrap();
+        let device = SimulatedDevice::new(&config);
         let mut cache = KvCache::new(config);
         cache.enable_prefix_cache(None).unwrap();
         let clock = cache.create(1).unwrap();
-        let device = SimulatedDevice::new(&config);
         Self { cache, device, tables: Vec::new(), clock, returns: HashSet::new() }
     }
 

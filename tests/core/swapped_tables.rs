@@ -22,13 +22,14 @@ struct Tables {
 impl Tables {
     /// `num_blocks` blocks, and one for the clock.
     fn new(num_blocks: u32, host_blocks: u32) -> Self {
-        let shape = ModelShape { num_layers: 1, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
+        let shape = ModelShape::new(1, 2, 1, 8);
         let config = CacheConfig::for_blocks(num_blocks + 1, &shape, KvType::F32).unwrap();
         let config = config.with_block_size(SIZE).unwrap().with_host_blocks(host_blocks).unwrap();
+        let device = SimulatedDevice::new(&config);
         let mut cache = KvCache::new(config);
         cache.enable_prefix_cache(None).unwrap();
         let clock = cache.create(1).unwrap();
-        Self { cache, device: SimulatedDevice::new(&config), tokens: HashMap::new(), clock }
+        Self { cache, device, tokens: HashMap::new(), clock }
     }
 
     fn create(&mut self, tokens: &[u32]) -> TableId {

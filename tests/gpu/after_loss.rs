@@ -11,7 +11,7 @@ use crate::device_rig::{DeviceRig, open};
 use crate::kernels::TOLERANCE;
 use crate::rig::{Random, Rig, Tensors};
 
-const SHAPE: ModelShape = ModelShape { num_layers: 2, num_query_heads: 4, num_kv_heads: 2, head_dim: 16 };
+const SHAPE: ModelShape = ModelShape::new(2, 4, 2, 16);
 /// Tokens that the fork shares with its parent.
 const SHARED: u32 = 19;
 
@@ -75,7 +75,7 @@ impl Story<'_> {
         swap_in(&mut rig.host.cpu, plan.swap_ins());
         rig.host.begin(&plan);
         let layers: Vec<Tensors> =
-            (0..SHAPE.num_layers).map(|layer| Self::tensors(&rows, layer.into())).collect();
+            (0..SHAPE.num_layers()).map(|layer| Self::tensors(&rows, layer.into())).collect();
         (0..).zip(&layers).for_each(|(layer, tensors)| rig.host.append(&plan, tensors, layer));
         outputs.clear();
         for ((layer, tensors), output) in (0..).zip(&layers).zip(rig.run(&plan, &layers)) {

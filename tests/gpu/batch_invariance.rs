@@ -16,7 +16,7 @@ use crate::raw::read;
 use crate::rig::Random;
 
 /// Three query heads to a kv head: tiles begin within a row.
-const SHAPE: ModelShape = ModelShape { num_layers: 2, num_query_heads: 6, num_kv_heads: 2, head_dim: 16 };
+const SHAPE: ModelShape = ModelShape::new(2, 6, 2, 16);
 const MAX_ROWS: u32 = 64;
 const QUERY: usize = 96;
 const KV: usize = 32;
@@ -60,7 +60,7 @@ impl<'a> App<'a> {
             max_preemptions: 20,
             ..Default::default()
         };
-        let scheduler = Scheduler::new(config, cache).expect("a valid configuration");
+        let scheduler = Scheduler::new(config, cache.clone()).expect("a valid configuration");
         let mut attention =
             PagedAttention::with_options(&gpu.device, SHAPE, cache, options).expect("a device that suffices");
         let buffer = |len: usize| {
@@ -71,7 +71,7 @@ impl<'a> App<'a> {
                 mapped_at_creation: false,
             })
         };
-        let buffers: Vec<_> = (0..SHAPE.num_layers).map(|_| [QUERY, KV, KV, QUERY].map(buffer)).collect();
+        let buffers: Vec<_> = (0..SHAPE.num_layers()).map(|_| [QUERY, KV, KV, QUERY].map(buffer)).collect();
         let slice =
             |buffer, len: usize| TensorSlice { buffer, offset: 0, row_stride: len as u32, rows: MAX_ROWS };
         let tensors = buffers
@@ -130,7 +130,7 @@ impl<'a> App<'a> {
         drop(pass);
         self.gpu.queue.submit([encoder.finish()]);
         self.most_groups =
-            self.most_groups.max(self.attention.stats().step_dispatches / SHAPE.num_layers / 2);
+            self.most_groups.max(self.attention.stats().step_dispatches / SHAPE.num_layers() / 2);
         let layers: Vec<Vec<u32>> = self.buffers.iter().map(|[.., output]| read(self.gpu, output)).collect();
         let bits = |row: u32| -> Vec<u32> {
             let range = row as usize * QUERY..(row as usize + 1) * QUERY;

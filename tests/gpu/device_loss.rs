@@ -16,7 +16,7 @@ use wgpu::{BufferDescriptor, BufferUsages, Features, Limits};
 use crate::device::{TestDevice, noop_device, on_each_adapter, open_noop_without_limits, small_pool};
 use crate::device_rig::{on_each_adapter_but_gl, open};
 
-const SHAPE: ModelShape = ModelShape { num_layers: 2, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
+const SHAPE: ModelShape = ModelShape::new(2, 2, 1, 8);
 const ROWS: u32 = 32;
 
 fn noop() -> TestDevice {
@@ -149,7 +149,7 @@ impl Setup {
         let mut pass = encoder.begin_compute_pass(&Default::default());
         lose(Point::Copies);
         self.attention.record_block_copies(&mut pass, &mut step);
-        for layer in 0..SHAPE.num_layers {
+        for layer in 0..SHAPE.num_layers() {
             lose(Point::Layers);
             let recorded = self.attention.record_layer(&mut pass, &mut step, layer, &tensors);
             assert_eq!(recorded, Ok(()), "the order is right, whatever the device is");
@@ -332,7 +332,7 @@ fn a_rebuild_that_fails_costs_nothing_and_another_one_succeeds() {
 
 #[test]
 fn memory_that_a_rebuild_cannot_have_is_an_error_with_the_bytes() {
-    let shape = ModelShape { num_layers: 2, num_query_heads: 1 << 16, num_kv_heads: 1, head_dim: 256 };
+    let shape = ModelShape::new(2, 1 << 16, 1, 256);
     let config = CacheConfig::for_blocks(256, &shape, KvType::F16)
         .and_then(|config| config.with_max_sequences(1 << 16))
         .expect("a valid configuration");
@@ -340,13 +340,14 @@ fn memory_that_a_rebuild_cannot_have_is_an_error_with_the_bytes() {
     let gpu = noop();
     forbid_uncaptured(&gpu);
     let options = AttentionOptions::default().fixed_span_tokens(128);
+    let arena_bytes = config.bytes_total();
     let mut attention = PagedAttention::with_options(&gpu.device, shape, config, options).expect("a device");
     let scratch_bytes = attention.stats().scratch_bytes;
     let larger = open_noop_without_limits();
     forbid_uncaptured(&larger);
     match attention.rebuild(&larger.device) {
         Err(DeviceError::OutOfMemory { object, created_bytes, .. }) => {
-            assert_eq!((object, created_bytes), ("partial results", config.bytes_total()));
+            assert_eq!((object, created_bytes), ("partial results", arena_bytes));
         }
         other => panic!("{other:?}"),
     }

@@ -68,8 +68,8 @@ impl<'a> DeviceRig<'a> {
         activations: ActivationType,
     ) -> Self {
         let options = options.activations(activations);
-        let config = *host.kv.config();
-        let attention = PagedAttention::with_options(&gpu.device, host.shape, config, options)
+        let config = host.kv.config().clone();
+        let attention = PagedAttention::with_options(&gpu.device, host.shape.clone(), config, options)
             .expect("a cache that fits the device");
         Self { gpu, host, attention, activations }
     }
@@ -85,11 +85,11 @@ impl<'a> DeviceRig<'a> {
     pub(crate) fn assert_same_blocks(&self) {
         let (arenas, twin) = (self.attention.arena_layout(), self.host.cpu.layout());
         let twin_stride = twin.block_stride_words(0) as usize;
-        let layer_words = twin.block.layer_block_words() as usize;
+        let layer_words = twin.block().layer_block_words() as usize;
         for (arena, buffer) in (0..).zip(self.attention.arena_buffers()) {
             let words: Vec<u32> = read(self.gpu, buffer);
             let stride = arenas.block_stride_words(arena) as usize;
-            let first_layer = (arena * arenas.layers_per_arena) as usize;
+            let first_layer = (arena * arenas.layers_per_arena()) as usize;
             for (block, words) in words.chunks_exact(stride).enumerate() {
                 let start = block * twin_stride + first_layer * layer_words;
                 let same = *words == self.host.cpu.words()[start..start + stride];
@@ -114,7 +114,7 @@ impl<'a> DeviceRig<'a> {
 
     /// The rows of an output's buffer.
     pub(crate) fn output(&self, buffer: &wgpu::Buffer) -> Vec<f32> {
-        let output_len = self.host.shape.num_query_heads as usize * self.host.v_len;
+        let output_len = self.host.shape.num_query_heads() as usize * self.host.v_len;
         let padded = self.elements(buffer);
         let offset = OFFSET / self.activations.bytes() as usize;
         let rows = padded[offset..].chunks(output_len + ROW_GAP);
@@ -174,7 +174,7 @@ impl<'a> DeviceRig<'a> {
     /// Buffers for a layer's tensors, and the output's.
     pub(crate) fn bind(&mut self, plan: &StepPlan, tensors: &Tensors) -> (BoundTensors, wgpu::Buffer) {
         let shape = &self.host.shape;
-        let (heads, kv_heads) = (shape.num_query_heads as usize, shape.num_kv_heads as usize);
+        let (heads, kv_heads) = (shape.num_query_heads() as usize, shape.num_kv_heads() as usize);
         let (k_len, v_len) = (self.host.k_len, self.host.v_len);
         let nothing = vec![f32::NAN; plan.num_rows() as usize * heads * v_len];
         let [query, key, value, output] = [

@@ -16,7 +16,7 @@ use crate::device_rig::{DeviceRig, on_each_adapter_but_gl, open};
 use crate::rig::Rig;
 use crate::steps::step;
 
-const SHAPE: ModelShape = ModelShape { num_layers: 2, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
+const SHAPE: ModelShape = ModelShape::new(2, 2, 1, 8);
 const ROWS: u32 = 16;
 
 fn noop() -> TestDevice {
@@ -77,7 +77,7 @@ impl Setup {
         self.attention.record_transfers(&mut encoder, &mut step);
         let mut pass = encoder.begin_compute_pass(&Default::default());
         self.attention.record_block_copies(&mut pass, &mut step);
-        for layer in 0..SHAPE.num_layers {
+        for layer in 0..SHAPE.num_layers() {
             self.attention.record_layer(&mut pass, &mut step, layer, &self.tensors).expect("the right order");
         }
         drop(pass);
@@ -272,9 +272,9 @@ fn a_device_of_another_shape_or_with_low_limits_is_refused_with_the_numbers() {
     let gpu = noop();
     let create = |gpu: &TestDevice, shape| PagedAttention::new(&gpu.device, shape, config()).err();
     for (field, shape, cache, other) in [
-        ("num_layers", 3, 2, ModelShape { num_layers: 3, ..SHAPE }),
-        ("num_kv_heads", 2, 1, ModelShape { num_kv_heads: 2, ..SHAPE }),
-        ("head_dim", 16, 8, ModelShape { head_dim: 16, ..SHAPE }),
+        ("num_layers", 3, 2, ModelShape::new(3, 2, 1, 8)),
+        ("num_kv_heads", 2, 1, ModelShape::new(2, 2, 2, 8)),
+        ("head_dim", 16, 8, ModelShape::new(2, 2, 1, 16)),
     ] {
         assert_eq!(create(&gpu, other), Some(DeviceError::ShapeMismatch { field, shape, cache }));
     }
@@ -301,8 +301,8 @@ fn block_tables_beyond_a_binding_are_refused_by_name() {
         8..=8,
     );
     let cache = config().with_max_sequences(2048).expect("a valid configuration");
-    let refused = PagedAttention::new(&gpu.device, SHAPE, cache).err();
     let needed = cache.table_bytes();
+    let refused = PagedAttention::new(&gpu.device, SHAPE, cache).err();
     let limit = "max_storage_buffer_binding_size";
     let expected = DeviceError::LimitTooLow { object: "the block tables", limit, needed, actual };
     assert_eq!(refused, Some(expected));

@@ -10,7 +10,7 @@ use crate::counting_allocator::held_bytes;
 use crate::device::{TestDevice, noop_device};
 use crate::device_rig::{on_each_adapter_but_gl, open};
 
-const SHAPE: ModelShape = ModelShape { num_layers: 2, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
+const SHAPE: ModelShape = ModelShape::new(2, 2, 1, 8);
 const MAX_ROWS: u32 = 512;
 
 /// How far a frame gets before it is given up.
@@ -33,7 +33,8 @@ struct App<'a> {
 impl<'a> App<'a> {
     fn new(gpu: &'a TestDevice) -> Self {
         let config = CacheConfig::for_blocks(64, &SHAPE, KvType::F16).expect("a valid configuration");
-        let mut attention = PagedAttention::new(&gpu.device, SHAPE, config).expect("a device that suffices");
+        let mut attention =
+            PagedAttention::new(&gpu.device, SHAPE, config.clone()).expect("a device that suffices");
         let buffer = |usage| {
             gpu.device.create_buffer(&wgpu::BufferDescriptor {
                 label: None,
@@ -70,7 +71,7 @@ impl<'a> App<'a> {
         }
         let mut pass = encoder.begin_compute_pass(&Default::default());
         self.attention.record_block_copies(&mut pass, &mut step);
-        for layer in 0..SHAPE.num_layers {
+        for layer in 0..SHAPE.num_layers() {
             self.attention.record_layer(&mut pass, &mut step, layer, &self.tensors).expect("the right order");
         }
         drop(pass);

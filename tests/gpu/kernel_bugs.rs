@@ -18,7 +18,7 @@ impl Engine for RawKernels<'_> {
         work.split(plan, &SplitConfig { prefill_queries: PREFILL_QUERIES, ..*split });
         let raw = self.of(rig);
         let step = RawStep::of(plan, &work);
-        let heads = rig.shape.num_query_heads as usize;
+        let heads = rig.shape.num_query_heads() as usize;
         let mut buffers = raw.buffers(rig.cpu.words(), rig.cpu.tables());
         buffers.query = raw.buffer(&tensors.query);
         buffers.output = raw.buffer(&vec![f32::NAN; plan.num_rows() as usize * heads * rig.v_len]);
@@ -39,7 +39,7 @@ impl Engine for RawKernels<'_> {
         let raw = self.of(rig);
         let item = DecodeItem { sequence: 0, first_token: 0, end_token: plan.context_lens()[0], partial: 0 };
         let step = RawStep { decode_items: vec![item], ..RawStep::of(plan, &WorkSplit::default()) };
-        let heads = rig.shape.num_query_heads as usize;
+        let heads = rig.shape.num_query_heads() as usize;
         let mut buffers = raw.buffers(rig.cpu.words(), rig.cpu.tables());
         buffers.query = raw.buffer(&tensors.query);
         buffers.partials = raw.buffer(&vec![f32::NAN; heads * (rig.v_len + 4)]);

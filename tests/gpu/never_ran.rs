@@ -12,7 +12,7 @@ use crate::device_rig::{on_each_adapter_but_gl, open};
 use crate::raw::read;
 use crate::rig::Random;
 
-const SHAPE: ModelShape = ModelShape { num_layers: 2, num_query_heads: 1, num_kv_heads: 1, head_dim: 8 };
+const SHAPE: ModelShape = ModelShape::new(2, 1, 1, 8);
 /// Rows of a step.
 const ROWS: u32 = 4;
 
@@ -32,7 +32,7 @@ impl<'a> App<'a> {
             .and_then(|config| config.with_block_size(4))
             .expect("a valid configuration");
         let config = SchedulerConfig { step_tokens: ROWS, ..Default::default() };
-        let scheduler = Scheduler::new(config, cache).expect("a valid configuration");
+        let scheduler = Scheduler::new(config, cache.clone()).expect("a valid configuration");
         let mut attention = PagedAttention::new(&gpu.device, SHAPE, cache).expect("a device that suffices");
         let [zero, value, output] = [(); 3].map(|()| {
             gpu.device.create_buffer(&wgpu::BufferDescriptor {
@@ -92,7 +92,7 @@ impl<'a> App<'a> {
     fn step(&mut self) -> Result<Vec<f32>, PrepareError> {
         let plan = self.schedule().expect("something to do");
         let mut step = self.attention.prepare(&plan)?;
-        let encoder = self.record(&mut step, SHAPE.num_layers);
+        let encoder = self.record(&mut step, SHAPE.num_layers());
         self.submit(&plan, encoder);
         let output: Vec<f32> = read(self.gpu, &self.output);
         let results = plan.logit_rows().iter().map(|logits| output[8 * logits.row as usize]).collect();
@@ -112,7 +112,7 @@ fn b54_a_chunk_whose_encoder_was_dropped_is_computed_again_and_never_counted() {
         app.add(&[7, 7, 7, 7, 5, 5, 5, 5]);
         let plan = app.schedule().expect("the first chunk");
         let mut step = app.attention.prepare(&plan).expect("a valid plan");
-        drop(app.record(&mut step, SHAPE.num_layers));
+        drop(app.record(&mut step, SHAPE.num_layers()));
         let lost = plan.step().raw();
         app.commit(plan);
         // As long as the step is held, more of it may come.
@@ -157,7 +157,7 @@ fn layers_that_run_without_their_upload_write_nothing_that_the_tensors_have_no_r
         let mut encoder = gpu.device.create_command_encoder(&Default::default());
         let mut pass = encoder.begin_compute_pass(&Default::default());
         app.attention.record_block_copies(&mut pass, &mut step);
-        for layer in 0..SHAPE.num_layers {
+        for layer in 0..SHAPE.num_layers() {
             app.attention.record_layer(&mut pass, &mut step, layer, &app.tensors).expect("the right order");
         }
         drop((pass, upload));
@@ -259,7 +259,7 @@ fn a_step_that_was_committed_and_never_ran_is_an_error_in_every_order_and_no_oth
                 drop(step);
                 missing.extend(number);
             } else {
-                let layers = SHAPE.num_layers - u32::from(fate == Fate::LastLayerMissing);
+                let layers = SHAPE.num_layers() - u32::from(fate == Fate::LastLayerMissing);
                 let encoder = app.record(&mut step, layers);
                 drop(step);
                 match fate {

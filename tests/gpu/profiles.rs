@@ -19,8 +19,7 @@ use wgpu::{Features, Limits};
 use crate::device::TestAdapter;
 
 /// 8 billion parameters: 128 KiB per token in f16.
-const LLAMA_8B: ModelShape =
-    ModelShape { num_layers: 32, num_query_heads: 32, num_kv_heads: 8, head_dim: 128 };
+const LLAMA_8B: ModelShape = ModelShape::new(32, 32, 8, 128);
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;

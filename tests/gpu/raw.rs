@@ -119,7 +119,7 @@ impl<'a> RawKernels<'a> {
         Raw {
             kernels: self,
             block: *config.layout(),
-            num_query_heads: rig.shape.num_query_heads,
+            num_query_heads: rig.shape.num_query_heads(),
             table_entries: config.table_entries(),
         }
     }
@@ -219,7 +219,7 @@ impl Raw<'_> {
 
     /// Query heads per workgroup and tiles per kv head.
     fn tiling(&self) -> (u32, u32) {
-        let heads = self.num_query_heads / self.block.num_kv_heads;
+        let heads = self.num_query_heads / self.block.num_kv_heads();
         let tiles = heads.div_ceil(MAX_QUERIES);
         (heads.div_ceil(tiles), tiles)
     }
@@ -228,13 +228,13 @@ impl Raw<'_> {
         LayerParams {
             block_stride: (self.block.layer_block_words() / 4) as u32,
             layer_start: 0,
-            block_shift: self.block.block_size.trailing_zeros(),
+            block_shift: self.block.block_size().trailing_zeros(),
             table_entries: self.table_entries,
-            num_kv_heads: self.block.num_kv_heads,
+            num_kv_heads: self.block.num_kv_heads(),
             num_query_heads: self.num_query_heads,
-            heads_per_kv_head: self.num_query_heads / self.block.num_kv_heads,
+            heads_per_kv_head: self.num_query_heads / self.block.num_kv_heads(),
             head_tiles: self.tiling().1,
-            scale_log2: std::f32::consts::LOG2_E / (self.block.k_head_dim as f32).sqrt(),
+            scale_log2: std::f32::consts::LOG2_E / (self.block.k_head_dim() as f32).sqrt(),
             ..LayerParams::default()
         }
     }
@@ -243,10 +243,10 @@ impl Raw<'_> {
     fn tensor_params(&self) -> TensorParams {
         let block = &self.block;
         TensorParams {
-            query_stride: self.num_query_heads * block.k_head_dim / 4,
-            key_stride: block.num_kv_heads * block.k_head_dim / 4,
-            value_stride: block.num_kv_heads * block.v_head_dim / 4,
-            output_stride: self.num_query_heads * block.v_head_dim / 4,
+            query_stride: self.num_query_heads * block.k_head_dim() / 4,
+            key_stride: block.num_kv_heads() * block.k_head_dim() / 4,
+            value_stride: block.num_kv_heads() * block.v_head_dim() / 4,
+            output_stride: self.num_query_heads * block.v_head_dim() / 4,
             // As many as any step has.
             num_rows: u32::MAX,
             padding: [0; 3],
@@ -263,10 +263,12 @@ impl Raw<'_> {
                 let units = (block.layer_block_words() / 4) as u32;
                 step.block_copies.len() as u32 * units.div_ceil(1024)
             }
-            Kernel::AttentionDecode => step.decode_items.len() as u32 * block.num_kv_heads * self.tiling().1,
-            Kernel::AttentionPrefill => step.prefill_items.len() as u32 * block.num_kv_heads,
+            Kernel::AttentionDecode => {
+                step.decode_items.len() as u32 * block.num_kv_heads() * self.tiling().1
+            }
+            Kernel::AttentionPrefill => step.prefill_items.len() as u32 * block.num_kv_heads(),
             Kernel::AttentionMerge => {
-                let lanes = step.merge_items.len() as u32 * self.num_query_heads * block.v_head_dim / 4;
+                let lanes = step.merge_items.len() as u32 * self.num_query_heads * block.v_head_dim() / 4;
                 lanes.div_ceil(64)
             }
         }
@@ -274,8 +276,8 @@ impl Raw<'_> {
 
     /// Runs one kernel over `step` and submits it.
     pub(crate) fn dispatch(&self, kernel: Kernel, step: &RawStep, buffers: &RawBuffers) {
-        let types = (self.block.k_type, self.block.v_type);
-        let dims = (self.block.k_head_dim, self.block.v_head_dim);
+        let types = (self.block.k_type(), self.block.v_type());
+        let dims = (self.block.k_head_dim(), self.block.v_head_dim());
         let queries = match kernel {
             Kernel::AttentionPrefill => PREFILL_QUERIES,
             _ => self.tiling().0,

@@ -17,7 +17,7 @@ use crate::rig::Rig;
 
 /// A pool of many blocks, whose tables would be too large at their usual size: `max_sequences` of `max_tokens` tokens.
 fn large(kv_heads: u32, block_size: u32, num_blocks: u32, max_sequences: u32, max_tokens: u32) -> Rig {
-    let shape = ModelShape { num_layers: 1, num_query_heads: kv_heads, num_kv_heads: kv_heads, head_dim: 8 };
+    let shape = ModelShape::new(1, kv_heads, kv_heads, 8);
     let config = CacheConfig::for_blocks(num_blocks, &shape, KvType::F16)
         .and_then(|config| config.with_max_sequences(max_sequences))
         .and_then(|config| config.with_max_sequence_tokens(max_tokens))
@@ -28,10 +28,10 @@ fn large(kv_heads: u32, block_size: u32, num_blocks: u32, max_sequences: u32, ma
 
 /// Every slot of the cache holds a random key and value.
 fn randomise(rig: &mut Rig) {
-    let block = rig.cpu.layout().block;
-    for id in 0..rig.cpu.layout().num_blocks {
-        for head in 0..block.num_kv_heads {
-            for slot in 0..block.block_size {
+    let block = *rig.cpu.layout().block();
+    for id in 0..rig.cpu.layout().num_blocks() {
+        for head in 0..block.num_kv_heads() {
+            for slot in 0..block.block_size() {
                 for (part, len) in [(KvPart::K, rig.k_len), (KvPart::V, rig.v_len)] {
                     let row: Vec<f32> = (0..len).map(|_| rig.random.unit()).collect();
                     rig.cpu.write_row(0, part, id, head, slot, &row);
@@ -160,7 +160,7 @@ fn merged(kernels: &RawKernels<'_>, rig: &Rig, spans: &[(u32, u32)], query: &[f3
     };
     let table: Vec<u32> = (0..rig.kv.config().table_entries()).rev().collect();
     let mut buffers = raw.buffers(rig.cpu.words(), &table);
-    let heads = rig.shape.num_query_heads as usize;
+    let heads = rig.shape.num_query_heads() as usize;
     buffers.query = raw.buffer(query);
     // Whatever was in the scratch must not matter.
     buffers.partials = raw.buffer(&vec![f32::NAN; spans.len() * heads * (rig.v_len + 4)]);
@@ -228,7 +228,7 @@ fn loads(kernels: &RawKernels<'_>, rig: &Rig, kernel: Kernel, step: &RawStep) ->
     let tables = vec![0u32; rig.kv.config().table_entries() as usize];
     let mut buffers = raw.buffers(rig.cpu.words(), &tables);
     let rows = *step.query_starts.last().expect("the end of the last sequence") as usize;
-    let heads = rig.shape.num_query_heads as usize;
+    let heads = rig.shape.num_query_heads() as usize;
     buffers.query = raw.buffer(&vec![0f32; rows * heads * rig.k_len]);
     buffers.output = raw.buffer(&vec![0f32; rows * heads * rig.v_len]);
     buffers.partials = raw.buffer(&vec![0f32; step.decode_items.len() * heads * (rig.v_len + 4)]);

@@ -14,7 +14,7 @@ use crate::counting_allocator::without_memory_for;
 use crate::device::{TestDevice, noop_device, open_noop_without_limits};
 use crate::device_rig::{announce_left_out, on_each_adapter_but_gl, open};
 
-const SHAPE: ModelShape = ModelShape { num_layers: 3, num_query_heads: 6, num_kv_heads: 2, head_dim: 16 };
+const SHAPE: ModelShape = ModelShape::new(3, 6, 2, 16);
 const MAX_ROWS: u32 = 64;
 
 fn noop() -> TestDevice {
@@ -35,8 +35,8 @@ struct Setup {
 
 impl Setup {
     fn new(gpu: TestDevice, config: CacheConfig, options: AttentionOptions) -> Self {
-        let mut attention =
-            PagedAttention::with_options(&gpu.device, SHAPE, config, options).expect("an attention object");
+        let mut attention = PagedAttention::with_options(&gpu.device, SHAPE, config.clone(), options)
+            .expect("an attention object");
         let tensors = bind(&gpu, &mut attention).expect("valid tensors");
         Self { gpu, kv: KvCache::new(config), attention, tensors }
     }
@@ -65,7 +65,7 @@ impl Setup {
         self.attention.record_transfers(&mut encoder, &mut step);
         let mut pass = encoder.begin_compute_pass(&Default::default());
         self.attention.record_block_copies(&mut pass, &mut step);
-        for layer in 0..SHAPE.num_layers {
+        for layer in 0..SHAPE.num_layers() {
             self.attention.record_layer(&mut pass, &mut step, layer, &self.tensors).expect("the right order");
         }
         drop(pass);
@@ -94,7 +94,7 @@ fn buffer(gpu: &TestDevice, bytes: u64, usage: BufferUsages) -> wgpu::Buffer {
 
 /// Query, key and value side by side in one buffer, the output in another.
 fn bind(gpu: &TestDevice, attention: &mut PagedAttention) -> Result<BoundTensors, BindError> {
-    let (query, kv) = (SHAPE.num_query_heads * SHAPE.head_dim, SHAPE.num_kv_heads * SHAPE.head_dim);
+    let (query, kv) = (SHAPE.num_query_heads() * SHAPE.head_dim(), SHAPE.num_kv_heads() * SHAPE.head_dim());
     // Each part of a row starts at a multiple of 64 elements, 256 bytes.
     let row_stride = 256;
     assert!(query <= 128 && kv <= 64);
@@ -140,7 +140,7 @@ fn check_steady_steps(setup: &mut Setup) {
         setup.wait();
         let stats = setup.attention.stats();
         // Nothing is split here: append and attention, no merge; 16 bytes per work item.
-        assert_eq!(stats.step_dispatches, 2 * SHAPE.num_layers);
+        assert_eq!(stats.step_dispatches, 2 * SHAPE.num_layers());
         let running = tables.len() as u64;
         assert!(
             stats.step_uploaded_bytes <= 64 + 32 * running + 16 * running + 4 * changed,
@@ -167,7 +167,7 @@ fn dispatches_are_append_attention_and_merge_per_layer() {
             unread -= chunk;
         }
         setup.step(&tables.iter().zip(rows).map(|(&table, &rows)| (table, rows)).collect::<Vec<_>>());
-        setup.attention.stats().step_dispatches / SHAPE.num_layers
+        setup.attention.stats().step_dispatches / SHAPE.num_layers()
     };
     let unsplit = || AttentionOptions::default().target_workgroups(1);
     let split = || AttentionOptions::default().fixed_span_tokens(1);
@@ -186,7 +186,7 @@ fn the_work_budget_cuts_dispatches() {
     setup.step(&tables.iter().map(|&table| (table, 19)).collect::<Vec<_>>());
     // 20 pairs each: two sequences, then one.
     setup.step(&tables.iter().map(|&table| (table, 1)).collect::<Vec<_>>());
-    assert_eq!(setup.attention.stats().step_dispatches, 3 * SHAPE.num_layers);
+    assert_eq!(setup.attention.stats().step_dispatches, 3 * SHAPE.num_layers());
 }
 
 /// Every dispatch has a header of its own; none may be read where something else was.
@@ -218,7 +218,7 @@ fn block_copies_are_one_dispatch_per_arena_and_only_if_there_are_any() {
     assert_eq!(plan.block_copies().len(), 1);
     setup.run(&plan);
     assert_eq!(setup.attention.arena_buffers().len(), 1);
-    assert_eq!(setup.attention.stats().step_dispatches, 1 + 2 * SHAPE.num_layers);
+    assert_eq!(setup.attention.stats().step_dispatches, 1 + 2 * SHAPE.num_layers());
 }
 
 #[test]
@@ -298,8 +298,8 @@ fn the_order_of_recording_is_enforced() {
             |s, e, p| {
                 transfers(s, e, p);
                 copies(s, e, p);
-                (0..SHAPE.num_layers).try_for_each(|i| layer(s, e, p, i))?;
-                layer(s, e, p, SHAPE.num_layers)
+                (0..SHAPE.num_layers()).try_for_each(|i| layer(s, e, p, i))?;
+                layer(s, e, p, SHAPE.num_layers())
             },
             RecordError::LayerOutOfOrder { layer: 3, expected: 3 },
         ),
@@ -497,16 +497,17 @@ fn out_of_memory_is_an_error_with_the_bytes_and_not_the_applications_problem() {
     let TestDevice { device, .. } = open_noop_without_limits();
     device.on_uncaptured_error(std::sync::Arc::new(|error| panic!("reached the application: {error}")));
 
-    let shape = ModelShape { num_layers: 2, num_query_heads: 1 << 20, num_kv_heads: 1, head_dim: 256 };
+    let shape = ModelShape::new(2, 1 << 20, 1, 256);
     let config = CacheConfig::for_blocks(256, &shape, KvType::F16)
         .and_then(|config| config.with_max_sequences(4096))
         .expect("a valid configuration");
     let options = AttentionOptions::default().fixed_span_tokens(128);
+    let arena_bytes = config.bytes_total();
     match PagedAttention::with_options(&device, shape, config, options) {
         Err(DeviceError::OutOfMemory { object, asked_bytes, created_bytes }) => {
             // 32 spans for each of 4,096 rows; per head 256 sums, maximum and sum, padded to 16 bytes.
             assert_eq!((object, asked_bytes), ("partial results", (32 << 12) * ((65 * 16) << 20)));
-            assert_eq!(created_bytes, config.bytes_total());
+            assert_eq!(created_bytes, arena_bytes);
         }
         Err(error) => panic!("{error}"),
         Ok(_) => panic!("128 TiB were to be had"),

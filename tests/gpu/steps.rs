@@ -15,7 +15,7 @@ use crate::rig::{Random, Rig, Tensors};
 /// One step of all layers, checked against the f64 attention and the twin's words, and committed.
 pub(crate) fn step(rig: &mut DeviceRig<'_>, pushes: &[(TableId, u32)]) {
     let plan = rig.host.plan(pushes);
-    let layers: Vec<Tensors> = (0..rig.host.shape.num_layers).map(|_| rig.host.tensors(&plan)).collect();
+    let layers: Vec<Tensors> = (0..rig.host.shape.num_layers()).map(|_| rig.host.tensors(&plan)).collect();
     rig.host.begin(&plan);
     (0..).zip(&layers).for_each(|(layer, tensors)| rig.host.append(&plan, tensors, layer));
     let outputs = rig.run(&plan, &layers);
@@ -31,7 +31,7 @@ pub(crate) fn step(rig: &mut DeviceRig<'_>, pushes: &[(TableId, u32)]) {
 fn b63_a_step_may_be_cut_over_several_submissions() {
     on_each_adapter_but_gl(|adapter| {
         let gpu = open(adapter);
-        let shape = ModelShape { num_layers: 6, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
+        let shape = ModelShape::new(6, 2, 1, 8);
         let config = CacheConfig::for_blocks(16, &shape, KvType::F32).expect("a valid configuration");
         let mut rig = DeviceRig::new(&gpu, Rig::of(shape, config), AttentionOptions::default());
         let parent = rig.host.open();
@@ -105,7 +105,7 @@ fn a_history_of_plans_that_was_written_down_is_replayed_to_the_same_bits() {
 
         let mut replayed = DeviceRig::new(&gpu, host(), AttentionOptions::default());
         let instance = rig.host.kv.instance();
-        replayed.attention.use_cache(*rig.host.kv.config(), instance).expect("the same configuration");
+        replayed.attention.use_cache(rig.host.kv.config().clone(), instance).expect("the same configuration");
         for (text, output) in log.iter().zip(&outputs) {
             let plan: StepPlan = text.parse().expect("a plan's text");
             assert!(run(&mut replayed, &plan) == *output, "{text}");
@@ -116,7 +116,7 @@ fn a_history_of_plans_that_was_written_down_is_replayed_to_the_same_bits() {
 #[test]
 fn b41_copy_on_write_copies_every_layer_of_every_arena_before_the_step_writes() {
     on_each_adapter(|adapter| {
-        let shape = ModelShape { num_layers: 64, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
+        let shape = ModelShape::new(64, 2, 1, 8);
         let config = CacheConfig::for_blocks(16, &shape, KvFormat::new(KvType::F16, KvType::F32))
             .and_then(|config| config.with_block_size(4))
             .expect("a valid configuration");
@@ -198,7 +198,7 @@ fn with_fixed_spans_a_row_has_the_same_bits_alone_and_in_any_batch() {
 fn b25_dispatches_fold_at_the_limit_that_the_device_has_enabled() {
     on_each_adapter_but_gl(|adapter| {
         // 1100 sequences with two kv heads are 2200 workgroups: three rows of 1024.
-        let shape = ModelShape { num_layers: 1, num_query_heads: 2, num_kv_heads: 2, head_dim: 8 };
+        let shape = ModelShape::new(1, 2, 2, 8);
         let config = CacheConfig::for_context(4, 1100, &shape, KvType::F16)
             .and_then(|config| config.with_block_size(4))
             .expect("a valid configuration");
@@ -226,13 +226,13 @@ fn b21_the_first_and_the_last_block_of_the_largest_pool_are_apart() {
             offered.max_storage_buffer_binding_size.min(offered.max_buffer_size).min(MAX_ARENA_BYTES);
         let gpu = adapter.request_device(limits, Features::empty()).expect("the adapter's limits");
         // 64 KiB per block of 16 tokens.
-        let shape = ModelShape { num_layers: 1, num_query_heads: 8, num_kv_heads: 8, head_dim: 128 };
+        let shape = ModelShape::new(1, 8, 8, 128);
         let config = |bytes: u64| {
             let num_blocks = (bytes / (64 << 10)) as u32;
             CacheConfig::for_blocks(num_blocks, &shape, KvType::F16).expect("a valid configuration")
         };
         // A driver may refuse one allocation of all that it offers, as SwiftShader does: then half of it.
-        let config = match PagedAttention::new(&gpu.device, shape, config(arena_bytes)) {
+        let config = match PagedAttention::new(&gpu.device, shape.clone(), config(arena_bytes)) {
             Ok(_) => config(arena_bytes),
             Err(_) => config(arena_bytes / 2),
         };

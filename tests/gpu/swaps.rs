@@ -29,7 +29,7 @@ fn noop() -> TestDevice {
     noop_device(Limits::default(), Features::empty(), 8..=8)
 }
 
-const SHAPE: ModelShape = ModelShape { num_layers: 3, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
+const SHAPE: ModelShape = ModelShape::new(3, 2, 1, 8);
 
 /// A pool of 12 blocks of `block_size` tokens, and 8 slots.
 fn rig(format: impl Into<KvFormat>, block_size: u32) -> Rig {
@@ -55,10 +55,10 @@ impl DeviceRig<'_> {
         self.host.cpu.words_mut().iter_mut().for_each(|word| *word = random.next() as u32);
         let (arenas, twin) = (self.attention.arena_layout(), self.host.cpu.layout());
         let twin_stride = twin.block_stride_words(0) as usize;
-        let layer_words = twin.block.layer_block_words() as usize;
+        let layer_words = twin.block().layer_block_words() as usize;
         for (arena, buffer) in (0..).zip(self.attention.arena_buffers()) {
             let stride = arenas.block_stride_words(arena) as usize;
-            let first_word = (arena * arenas.layers_per_arena) as usize * layer_words;
+            let first_word = (arena * arenas.layers_per_arena()) as usize * layer_words;
             let blocks = self.host.cpu.words().chunks_exact(twin_stride);
             let words: Vec<u32> =
                 blocks.flat_map(|block| &block[first_word..first_word + stride]).copied().collect();
@@ -127,7 +127,7 @@ impl DeviceRig<'_> {
 fn check_random_rounds(adapter: &TestAdapter, format: KvFormat, block_size: u32, options: AttentionOptions) {
     let host = rig(format, block_size);
     // Arenas of two layers and one.
-    let layer_bytes = 4 * host.cpu.layout().block.layer_block_words() * 12;
+    let layer_bytes = 4 * host.cpu.layout().block().layer_block_words() * 12;
     let limits = Limits { max_storage_buffer_binding_size: 2 * layer_bytes + 16, ..Limits::default() };
     let gpu = adapter.request_device(limits, Features::empty()).expect("lower limits");
     let mut rig = DeviceRig::new(&gpu, host, options);
@@ -572,7 +572,7 @@ fn staging_that_cannot_be_had_is_an_error_with_the_bytes_and_costs_nothing() {
         .and_then(|config| config.with_host_blocks(u32::MAX))
         .expect("a valid configuration");
     let options = AttentionOptions::default().staging_bytes(1 << 50);
-    let mut attention = PagedAttention::with_options(&device, SHAPE, config, options)
+    let mut attention = PagedAttention::with_options(&device, SHAPE, config.clone(), options)
         .expect("a host pool that is not used costs nothing");
     let mut host = Rig::of(SHAPE, config.with_host_blocks(0).expect("a valid configuration"));
     let before = attention.stats();

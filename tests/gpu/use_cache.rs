@@ -12,7 +12,7 @@ use crate::device_rig::{DeviceRig, on_each_adapter_but_gl, open};
 use crate::kernels::TOLERANCE;
 use crate::rig::{Rig, Tensors};
 
-const SHAPE: ModelShape = ModelShape { num_layers: 2, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
+const SHAPE: ModelShape = ModelShape::new(2, 2, 1, 8);
 
 fn noop() -> TestDevice {
     noop_device(Limits::default(), Features::empty(), 8..=8)
@@ -26,8 +26,8 @@ fn config(num_blocks: u32, format: impl Into<KvFormat>) -> CacheConfig {
         .expect("a valid configuration")
 }
 
-fn host(config: CacheConfig) -> Rig {
-    let mut host = Rig::of(SHAPE, config);
+fn host(config: &CacheConfig) -> Rig {
+    let mut host = Rig::of(SHAPE, config.clone());
     host.shuffle_free_blocks();
     host
 }
@@ -37,7 +37,7 @@ fn run(rig: &mut DeviceRig<'_>, computes: bool) {
     let tables = [(); 2].map(|()| rig.host.open());
     for rows in [6, 1, 3, 1] {
         let plan = rig.host.plan(&tables.map(|table| (table, rows)));
-        let layers: Vec<Tensors> = (0..SHAPE.num_layers).map(|_| rig.host.tensors(&plan)).collect();
+        let layers: Vec<Tensors> = (0..SHAPE.num_layers()).map(|_| rig.host.tensors(&plan)).collect();
         rig.host.begin(&plan);
         (0..).zip(&layers).for_each(|(layer, tensors)| rig.host.append(&plan, tensors, layer));
         let outputs = rig.run(&plan, &layers);
@@ -52,7 +52,7 @@ fn run(rig: &mut DeviceRig<'_>, computes: bool) {
 fn check(gpu: &TestDevice, computes: bool) {
     gpu.device.on_uncaptured_error(Arc::new(|error| panic!("reached the application: {error}")));
     let first = config(16, KvType::F32);
-    let mut rig = DeviceRig::new(gpu, host(first), AttentionOptions::default());
+    let mut rig = DeviceRig::new(gpu, host(&first), AttentionOptions::default());
     run(&mut rig, computes);
     let arenas = rig.attention.arena_buffers().to_vec();
     for (next, pipelines, keeps_arenas) in [
@@ -63,10 +63,10 @@ fn check(gpu: &TestDevice, computes: bool) {
         (config(16, KvType::F16), 10, true),
     ] {
         let arenas_before = rig.attention.arena_buffers().to_vec();
-        let (old, new) = (rig.host.kv.instance(), host(next));
+        let (old, new) = (rig.host.kv.instance(), host(&next));
         let table = rig.host.open();
         let old_plan = rig.host.plan(&[(table, 1)]);
-        rig.attention.use_cache(next, new.kv.instance()).expect("room for the pool");
+        rig.attention.use_cache(next.clone(), new.kv.instance()).expect("room for the pool");
         let refused = rig.attention.prepare(&old_plan).err();
         if *rig.host.kv.config() == next {
             let attention = new.kv.instance();
@@ -95,8 +95,8 @@ fn another_cache_is_taken_without_new_kernels_and_without_new_arenas_where_they_
 fn the_plan_of_another_cache_of_the_same_configuration_is_refused_even_if_it_comes_first() {
     let gpu = noop();
     let config = config(16, KvType::F32);
-    let mut rig = DeviceRig::new(&gpu, host(config), AttentionOptions::default());
-    let mut other = host(config);
+    let mut rig = DeviceRig::new(&gpu, host(&config), AttentionOptions::default());
+    let mut other = host(&config);
     let own = rig.host.kv.instance();
     rig.attention.use_cache(config, own).expect("the cache that it was made for");
     let table = other.open();
@@ -110,11 +110,11 @@ fn the_plan_of_another_cache_of_the_same_configuration_is_refused_even_if_it_com
 fn what_was_prepared_for_the_old_cache_is_refused() {
     let gpu = noop();
     let config = config(16, KvType::F32);
-    let mut rig = DeviceRig::new(&gpu, host(config), AttentionOptions::default());
+    let mut rig = DeviceRig::new(&gpu, host(&config), AttentionOptions::default());
     let table = rig.host.open();
     let plan = rig.host.plan(&[(table, 1)]);
     let mut step = rig.attention.prepare(&plan).expect("a valid plan");
-    let next = host(config);
+    let next = host(&config);
     rig.attention.use_cache(config, next.kv.instance()).expect("the same configuration");
     let tensors = rig.host.tensors(&plan);
     let bound = rig.bind(&plan, &tensors).0;
@@ -129,11 +129,11 @@ fn a_cache_that_cannot_be_had_leaves_an_object_that_takes_another_one() {
     let limits = Limits { max_storage_buffer_binding_size: 64 << 10, ..Limits::default() };
     let gpu = noop_device(limits, Features::empty(), 8..=8);
     let small = config(16, KvType::F32);
-    let mut rig = DeviceRig::new(&gpu, host(small), AttentionOptions::default());
+    let mut rig = DeviceRig::new(&gpu, host(&small), AttentionOptions::default());
     run(&mut rig, false);
     let pipelines = rig.attention.stats().pipelines_created;
     // For another shape: nothing has changed.
-    let wide = ModelShape { head_dim: 16, ..SHAPE };
+    let wide = ModelShape::new(2, 2, 1, 16);
     let wide = CacheConfig::for_blocks(16, &wide, KvType::F32).expect("a valid configuration");
     let refused = rig.attention.use_cache(wide, 7);
     assert!(matches!(refused, Err(DeviceError::ShapeMismatch { field: "head_dim", .. })), "{refused:?}");
@@ -144,7 +144,7 @@ fn a_cache_that_cannot_be_had_leaves_an_object_that_takes_another_one() {
     let table = rig.host.open();
     let plan = rig.host.plan(&[(table, 1)]);
     assert_eq!(rig.attention.prepare(&plan).err(), Some(PrepareError::DeviceLost));
-    rig.host = host(small);
+    rig.host = host(&small);
     rig.attention.use_cache(small, rig.host.kv.instance()).expect("room for the pool");
     run(&mut rig, false);
     assert_eq!(rig.attention.stats().pipelines_created, pipelines);

@@ -32,7 +32,7 @@ pub(crate) fn block_copy(gpu: &Gpu, rates: &StreamRates, spec: &Spec) -> Result<
     let config = CacheConfig::for_blocks(4 * num_copies, &case.shape(), case.kv_type)?
         .with_max_sequences(2 * num_copies)?
         .with_max_sequence_tokens(2 * case.block_size)?;
-    let mut attention = PagedAttention::new(&gpu.device, case.shape(), config)?;
+    let mut attention = PagedAttention::new(&gpu.device, case.shape(), config.clone())?;
     let mut kv = KvCache::new(config);
     let mut branches = Vec::new();
     for _ in 0..num_copies {
@@ -58,7 +58,7 @@ pub(crate) fn block_copy(gpu: &Gpu, rates: &StreamRates, spec: &Spec) -> Result<
         dispatches = attention.stats().step_dispatches;
         Ok::<_, Failure>(seconds)
     })?;
-    let bytes = 2 * u64::from(num_copies) * config.bytes_per_block();
+    let bytes = 2 * u64::from(num_copies) * kv.config().bytes_per_block();
     let mut row = Row::new(spec, rates.copy, bytes, seconds);
     row.dispatches = dispatches;
     Ok(row)
@@ -70,7 +70,7 @@ pub(crate) fn swap(gpu: &Gpu, rates: &StreamRates, spec: &Spec) -> Result<Vec<Ro
     let num_blocks = case.sequences.len() as u32;
     let config =
         CacheConfig::for_blocks(num_blocks, &case.shape(), case.kv_type)?.with_host_blocks(num_blocks)?;
-    let mut attention = PagedAttention::new(&gpu.device, case.shape(), config)?;
+    let mut attention = PagedAttention::new(&gpu.device, case.shape(), config.clone())?;
     let mut kv = KvCache::new(config);
     let table = kv.create(num_blocks * case.block_size)?;
     let mut builder = StepBuilder::new(&mut kv);
@@ -108,7 +108,7 @@ pub(crate) fn swap(gpu: &Gpu, rates: &StreamRates, spec: &Spec) -> Result<Vec<Ro
             }
         }
     }
-    let bytes = u64::from(num_blocks) * config.bytes_per_block();
+    let bytes = u64::from(num_blocks) * kv.config().bytes_per_block();
     let row = |kernel, seconds| {
         let mut row = Row::new(spec, rates.copy, bytes, median(seconds));
         row.kernel = kernel;

@@ -68,7 +68,7 @@ pub(crate) fn copies(gpu: &Gpu, block_size: u32) -> Result<(u64, f64), Failure> 
         .with_block_size(block_size)?
         .with_max_sequences(8)?
         .with_max_sequence_tokens(max_tokens)?;
-    let mut attention = PagedAttention::new(&gpu.device, case.shape(), config)?;
+    let mut attention = PagedAttention::new(&gpu.device, case.shape(), config.clone())?;
     let mut kv = KvCache::new(config);
     let mut branches = Vec::new();
     for _ in 0..4 {
@@ -90,5 +90,5 @@ pub(crate) fn copies(gpu: &Gpu, block_size: u32) -> Result<(u64, f64), Failure> 
         attention.record_transfers(&mut encoder, &mut step);
         Ok::<_, Failure>(gpu.time(encoder, |pass| attention.record_block_copies(pass, &mut step))?)
     })?;
-    Ok((4 * config.bytes_per_block(), seconds))
+    Ok((4 * kv.config().bytes_per_block(), seconds))
 }

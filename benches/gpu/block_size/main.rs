@@ -35,7 +35,7 @@ struct Options {
 }
 
 /// A model of eight billion parameters: 128 KiB per token in f16.
-const SHAPE: ModelShape = ModelShape { num_layers: 32, num_query_heads: 32, num_kv_heads: 8, head_dim: 128 };
+const SHAPE: ModelShape = ModelShape::new(32, 32, 8, 128);
 
 fn main() -> Result<(), Failure> {
     let options = Options::parse();

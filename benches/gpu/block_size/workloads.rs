@@ -65,7 +65,7 @@ pub(crate) fn run(workload: Workload, block_size: u32, shape: &ModelShape) -> Re
     let longest = prompt_len(PROMPTS) + ANSWER;
     let config = CacheConfig::for_context(longest, PROMPTS * (branches + 1), shape, KvType::F16)?
         .with_block_size(block_size)?;
-    let mut kv = KvCache::new(config);
+    let mut kv = KvCache::new(config.clone());
     let mut families: Vec<Vec<TableId>> = Vec::new();
     for prompt in 0..PROMPTS {
         let table = kv.create(longest)?;
@@ -103,7 +103,7 @@ pub(crate) fn run(workload: Workload, block_size: u32, shape: &ModelShape) -> Re
         kv.commit_step(plan)?;
         host.push(start.elapsed().as_secs_f64());
         for &table in families.iter().flatten() {
-            let lookups = f64::from(shape.num_layers * shape.num_kv_heads);
+            let lookups = f64::from(shape.num_layers() * shape.num_kv_heads());
             table_bytes += 4.0 * lookups * kv.block_ids(table)?.len() as f64;
             kv_bytes += config.bytes_per_token() as f64 * f64::from(kv.len(table)?);
         }

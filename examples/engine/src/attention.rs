@@ -33,12 +33,7 @@ fn span_tokens(config: &Config) -> u32 {
 
 /// What the cache needs to know of the model.
 pub fn shape_of(config: &Config) -> ModelShape {
-    ModelShape {
-        num_layers: config.num_layers,
-        num_query_heads: config.num_query_heads,
-        num_kv_heads: config.num_kv_heads,
-        head_dim: config.head_dim,
-    }
+    ModelShape::new(config.num_layers, config.num_query_heads, config.num_kv_heads, config.head_dim)
 }
 
 /// The pool of a [`GpuModel`].
@@ -64,10 +59,9 @@ impl GpuAttention {
         model.reserve(rows, logit_rows)?;
         let (gpu, config) = (model.gpu(), model.config());
         let options = AttentionOptions::default().fixed_span_tokens(span_tokens(config));
-        let shape = shape_of(config);
-        let mut attention = PagedAttention::with_options(&gpu.device, shape, cache, options)?;
+        let mut attention = PagedAttention::with_options(&gpu.device, shape_of(config), cache, options)?;
         let tensors = bind(&mut attention, model, rows)?;
-        let timer = SpanTimer::new(gpu, shape.num_layers)?;
+        let timer = SpanTimer::new(gpu, config.num_layers)?;
         Ok(Self {
             attention,
             tensors,

@@ -38,7 +38,7 @@ enum Model {
 }
 
 /// How a session schedules, caches and chooses.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct SessionOptions {
     /// The pool.
     pub cache: CacheConfig,
@@ -222,10 +222,10 @@ impl Engine {
     /// # Errors
     /// [`RunError::Config`] for options that contradict each other, otherwise what the device lacks.
     pub fn session(&mut self, options: SessionOptions) -> Result<Session<'_>, RunError> {
-        let mut scheduler = Scheduler::new(options.scheduler, options.cache)?;
+        let mut scheduler = Scheduler::new(options.scheduler, options.cache.clone())?;
         let rows = options.scheduler.step_tokens;
         let max_running = options.scheduler.max_running.unwrap_or(options.cache.max_sequences());
-        let mut pool = self.pool(options.cache, rows, rows.min(max_running))?;
+        let mut pool = self.pool(options.cache.clone(), rows, rows.min(max_running))?;
         let mut measured = None;
         if options.rates.is_none() && options.scheduler.preemption == PreemptionMode::Auto {
             let swap_bytes_per_s = pool.measure_swap()?;

@@ -44,7 +44,7 @@ impl Reading {
         let scheduler = SchedulerConfig { step_tokens: 16, ..SchedulerConfig::default() };
 
         let sampler = Sampler { temperature: 0.0, seed: 0 };
-        let options = SessionOptions { cache, scheduler, sampler, top_logits: 0, rates: None };
+        let options = SessionOptions { cache: cache.clone(), scheduler, sampler, top_logits: 0, rates: None };
         let prompt = Prompt { tokens: tokens.clone(), max_new_tokens: NEW, samples: 1, ..Prompt::default() };
         let mut engine = Engine::load(&mut file, None, &mut |_| ()).unwrap();
         let expected = engine.run(&[prompt], options).unwrap().0.remove(0).tokens;
@@ -52,7 +52,7 @@ impl Reading {
         let gpu = gpu();
         println!("adapter: {}", gpu.label);
         let model = GpuModel::load(gpu.clone(), &mut file, config, &mut |_| ()).unwrap();
-        let pool = FramePool::new(model, cache, 16, 1).unwrap();
+        let pool = FramePool::new(model, cache.clone(), 16, 1).unwrap();
         let mut scheduler = Scheduler::new(scheduler, cache).unwrap();
         scheduler.add(Request::new(tokens).max_new_tokens(NEW)).unwrap();
         Self { gpu, pool, scheduler, expected }

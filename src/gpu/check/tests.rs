@@ -1,15 +1,16 @@
 //! Plans that nobody can build, each with one number wrong: what the shaders, which check nothing, must never see.
 
 use super::PlanChecker;
-use crate::config::{CacheConfig, KvType, ModelShape};
+use crate::config::CacheConfig;
 use crate::error::{PlanFault, PrepareError};
 use crate::ids::TableId;
+use crate::model::{KvType, ModelShape};
 use crate::schedule::{StepBuilder, StepPlan};
 use crate::{BlockCopy, KvCache};
 
 /// Twelve blocks of four tokens, tables of 24 tokens, three of them.
 fn config() -> CacheConfig {
-    let shape = ModelShape { num_layers: 1, num_query_heads: 1, num_kv_heads: 1, head_dim: 8 };
+    let shape = ModelShape::new(1, 1, 1, 8);
     CacheConfig::for_blocks(12, &shape, KvType::F16)
         .and_then(|config| config.with_block_size(4))
         .and_then(|config| config.with_max_sequences(3))
@@ -44,7 +45,7 @@ fn one_wrong_number_is_refused_by_its_name() {
     let cases: [(Break, PlanFault); 24] = [
         (|plan| plan.positions.truncate(6), PlanFault::Length { array: "positions", actual: 6, expected: 7 }),
         (
-            |plan| plan.slot_mapping.push(9),
+            |plan| plan.stacks[0].slot_mapping.push(9),
             PlanFault::Length { array: "slot_mapping", actual: 8, expected: 7 },
         ),
         (
@@ -53,11 +54,11 @@ fn one_wrong_number_is_refused_by_its_name() {
         ),
         (|plan| plan.table_rows.push(2), PlanFault::Length { array: "table_rows", actual: 3, expected: 2 }),
         (
-            |plan| plan.changed_entries.push(3),
+            |plan| plan.stacks[0].changed_entries.push(3),
             PlanFault::Length { array: "changed_entries", actual: 4, expected: 3 },
         ),
         (
-            |plan| plan.table_changes[1].start = 1,
+            |plan| plan.stacks[0].table_changes[1].start = 1,
             PlanFault::Length { array: "changed_entries", actual: 1, expected: 2 },
         ),
         (|plan| plan.query_starts[0] = 1, PlanFault::QueryStarts { sequence: 0, start: 1, end: 6 }),
@@ -69,20 +70,26 @@ fn one_wrong_number_is_refused_by_its_name() {
         (|plan| plan.context_lens[0] = 9, PlanFault::EntriesUnknown { sequence: 0, needed: 3, known: 2 }),
         (|plan| plan.table_rows[1] = 3, PlanFault::TableRow { table_row: 3, max_sequences: 3 }),
         (
-            |plan| plan.table_changes[1].table_row = u32::MAX,
+            |plan| plan.stacks[0].table_changes[1].table_row = u32::MAX,
             PlanFault::TableRow { table_row: u32::MAX, max_sequences: 3 },
         ),
         (
-            |plan| plan.table_changes[1].first_entry = 1,
+            |plan| plan.stacks[0].table_changes[1].first_entry = 1,
             PlanFault::TableRange { table_row: 1, first_entry: 1, len: 1, entries: 0 },
         ),
         (
-            |plan| plan.table_changes[1].len = u32::MAX,
+            |plan| plan.stacks[0].table_changes[1].len = u32::MAX,
             PlanFault::TableRange { table_row: 1, first_entry: 0, len: u32::MAX, entries: 6 },
         ),
-        (|plan| plan.changed_entries[0] = 12, PlanFault::BlockOutOfRange { block: 12, num_blocks: 12 }),
-        (|plan| plan.slot_mapping[3] = 48, PlanFault::SlotOutOfRange { row: 3, slot: 48, num_slots: 48 }),
-        (|plan| plan.slot_mapping[6] = 5, PlanFault::SlotTwice { slot: 5 }),
+        (
+            |plan| plan.stacks[0].changed_entries[0] = 12,
+            PlanFault::BlockOutOfRange { block: 12, num_blocks: 12 },
+        ),
+        (
+            |plan| plan.stacks[0].slot_mapping[3] = 48,
+            PlanFault::SlotOutOfRange { row: 3, slot: 48, num_slots: 48 },
+        ),
+        (|plan| plan.stacks[0].slot_mapping[6] = 5, PlanFault::SlotTwice { slot: 5 }),
         (|plan| copies(plan, &[(0, 12)]), PlanFault::BlockOutOfRange { block: 12, num_blocks: 12 }),
         (|plan| copies(plan, &[(12, 0)]), PlanFault::BlockOutOfRange { block: 12, num_blocks: 12 }),
         (|plan| copies(plan, &[(3, 4), (5, 3)]), PlanFault::CopyConflict { block: 3 }),
@@ -107,13 +114,13 @@ fn a_refused_plan_leaves_the_checker_as_it_was() {
     let table = cache.create(24).expect("a free table");
     let mut checker = PlanChecker::new(&config());
     let mut broken = plan(&mut cache, &[(table, 6)]);
-    broken.slot_mapping[0] = 48;
+    broken.stacks[0].slot_mapping[0] = 48;
     assert!(check(&mut checker, &broken).is_err());
     assert!(!checker.has_accepted());
     // Its table changes were not recorded either.
     let next = plan(&mut cache, &[(table, 6)]);
     assert_eq!(check(&mut checker, &next), Ok(()));
-    assert!(!next.changed_entries.is_empty());
+    assert!(!next.stacks[0].changed_entries.is_empty());
 }
 
 #[test]

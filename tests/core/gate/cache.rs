@@ -39,11 +39,11 @@ pub(super) fn record(number: usize, hash: Option<u64>) -> (Recording, CacheStats
     let is_full = number.is_multiple_of(FULL);
     let block_size = [1, 4, 16, 256][if is_full { number / FULL % 3 } else { number % 4 }];
     let num_blocks = random.below(6..24);
-    let shape = ModelShape { num_layers: 2, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
+    let shape = ModelShape::new(2, 2, 1, 8);
     let config = CacheConfig::for_blocks(num_blocks, &shape, KvType::F16).unwrap();
     let config = config.with_block_size(block_size).unwrap().with_max_sequences(random.below(2..9)).unwrap();
     let config = config.with_host_blocks(random.below(0..12)).unwrap();
-    let mut cache = KvCache::new(config);
+    let mut cache = KvCache::new(config.clone());
     let cached = random.maybe(80, |random| random.maybe(30, |random| random.below(0..5)));
     if let Some(most) = cached {
         cache.enable_prefix_cache(most).unwrap();

@@ -106,7 +106,7 @@ fn setup(number: usize, random: &mut Random) -> (Scope, SchedulerConfig, CacheCo
         4 => random.below(if tight { 6..14 } else { 30..60 }),
         _ => random.below(if tight { 4..8 } else { 16..40 }),
     };
-    let shape = ModelShape { num_layers: 2, num_query_heads: 2, num_kv_heads: 1, head_dim: 8 };
+    let shape = ModelShape::new(2, 2, 1, 8);
     let cache = CacheConfig::for_blocks(num_blocks, &shape, KvType::F16).unwrap();
     let cache = cache.with_block_size(block_size).unwrap();
     let cache = cache.with_max_sequences(random.below(2..12)).unwrap();

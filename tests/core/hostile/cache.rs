@@ -20,8 +20,9 @@ pub(super) struct Caches {
 
 impl Caches {
     pub(super) fn new(config: CacheConfig) -> Self {
-        let own = KvCache::new(config);
-        let mut other = KvCache::new(config.with_max_sequences(config.max_sequences() + 3).unwrap());
+        let more = config.max_sequences() + 3;
+        let own = KvCache::new(config.clone());
+        let mut other = KvCache::new(config.with_max_sequences(more).unwrap());
         let foreign: Vec<_> = (0..6).map(|_| other.create(1).unwrap()).collect();
         let foreign_plans = vec![StepBuilder::new(&mut other).finish()];
         Self {
@@ -64,7 +65,7 @@ impl World {
 }
 
 fn new(world: &mut World) {
-    let config = *world.caches.own.config();
+    let config = world.caches.own.config();
     let larger =
         CacheConfig::for_blocks(config.num_blocks() + world.small() + 1, &world.shape, paged_kv::KvType::F16);
     let cache = KvCache::new(larger.unwrap());
@@ -282,7 +283,7 @@ pub(super) fn push(world: &mut World) {
 
 fn build(world: &mut World, last: Act) {
     // The cache is the builder's meanwhile.
-    let placeholder = KvCache::new(*world.caches.other.config());
+    let placeholder = KvCache::new(world.caches.other.config().clone());
     let mut cache = std::mem::replace(&mut world.caches.own, placeholder);
     let mut step = StepBuilder::new(&mut cache);
     for _ in 0..world.random.below(0..5) {

@@ -19,10 +19,10 @@ pub(super) struct Twins {
 }
 
 impl Twins {
-    pub(super) fn new(shape: ModelShape, config: CacheConfig) -> Self {
-        let mut cache = KvCache::new(config);
+    pub(super) fn new(shape: &ModelShape, config: CacheConfig) -> Self {
+        let mut cache = KvCache::new(config.clone());
         let table = cache.create(1).unwrap();
-        let mut cpu = CpuCache::new(&shape, &config);
+        let mut cpu = CpuCache::new(shape, &config);
         let mut step = StepBuilder::new(&mut cache);
         step.push(table, &[5]).unwrap();
         let plan = step.finish();
@@ -87,16 +87,16 @@ impl World {
 }
 
 fn new(world: &mut World) {
-    let config = *world.twins.cache.config();
-    let shape = ModelShape { num_layers: 1 + world.small() % 3, ..world.shape };
+    let config = world.twins.cache.config().clone();
+    let shape = ModelShape::new(1 + world.small() % 3, 4, 2, 8);
     let cpu = CpuCache::new(&shape, &config);
-    assert_eq!(cpu.layout().block, *config.layout());
+    assert_eq!(cpu.layout().block(), config.layout());
 }
 
 fn look(world: &mut World) {
     let cpu = &mut world.twins.cpu;
     assert_eq!(cpu.output_len() + 2 * cpu.num_query_heads() as usize, cpu.partial_len());
-    assert_eq!(cpu.heads_per_kv_head() * cpu.layout().block.num_kv_heads, cpu.num_query_heads());
+    assert_eq!(cpu.heads_per_kv_head() * cpu.layout().block().num_kv_heads(), cpu.num_query_heads());
     assert!(!cpu.tables().is_empty() && cpu.words().len() == cpu.words_mut().len());
     assert!(cpu.host_blocks() < 8);
 }
@@ -142,10 +142,10 @@ fn write_row(world: &mut World) {
 /// A place that does not exist is read or written somewhere else.
 fn beyond(world: &mut World, name: &str, layer: u32, block: u32, kv_head: u32, slot: u32) {
     let layout = world.twins.cpu.layout();
-    let exists = layer < layout.block.num_layers
-        && block < layout.num_blocks
-        && kv_head < layout.block.num_kv_heads
-        && slot < layout.block.block_size;
+    let exists = layer < layout.block().num_layers()
+        && block < layout.num_blocks()
+        && kv_head < layout.block().num_kv_heads()
+        && slot < layout.block().block_size();
     if !exists {
         world
             .wrong
@@ -261,11 +261,11 @@ fn item_words(world: &mut World) {
 }
 
 fn with_inputs(world: &mut World, run: fn(&mut World, &AttentionInputs<'_>, RowsMut<'_>, RowsMut<'_>)) {
-    let (cpu, shape) = (world.twins.cpu.clone(), world.shape);
-    let placeholder = StepBuilder::new(&mut KvCache::new(*world.twins.cache.config())).finish();
+    let (cpu, shape) = (world.twins.cpu.clone(), world.shape.clone());
+    let placeholder = StepBuilder::new(&mut KvCache::new(world.twins.cache.config().clone())).finish();
     let plan = std::mem::replace(&mut world.twins.plan, placeholder);
     let (query, mut output, mut partials) = (world.floats(), world.floats(), world.floats());
-    let stride = (shape.num_query_heads * shape.head_dim) as usize;
+    let stride = (shape.num_query_heads() * shape.head_dim()) as usize;
     let layer = world.number();
     let inputs = AttentionInputs::new(&cpu, &plan, layer, Rows::new(&query, stride));
     let partial_len = cpu.partial_len();

@@ -2,20 +2,19 @@
 
 use crate::hostile::{Call, World};
 use paged_kv::{
-    ArenaLayout, BlockId, BlockLayout, CacheConfig, ConfigError, KvFormat, KvPart, KvType, ModelShape,
-    RequestId, SequenceId, StepId,
+    ArenaLayout, BlockId, BlockLayout, CacheConfig, ConfigError, KvFormat, KvPart, KvType, LayerGroup,
+    MAX_PADDING_PERCENT, ModelShape, Reach, RequestId, SequenceId, StepId,
 };
 
 pub(super) struct Values {
     config: CacheConfig,
-    layout: BlockLayout,
     arenas: ArenaLayout,
 }
 
 impl Values {
-    pub(super) fn new(shape: ModelShape, config: CacheConfig) -> Self {
-        assert_eq!(config.layout().num_layers, shape.num_layers);
-        Self { config, layout: *config.layout(), arenas: config.arenas(u64::MAX).unwrap() }
+    pub(super) fn new(shape: &ModelShape, config: CacheConfig) -> Self {
+        assert_eq!(config.layout().num_layers(), shape.num_layers());
+        Self { arenas: config.arenas(u64::MAX).unwrap(), config }
     }
 }
 
@@ -26,23 +25,46 @@ impl World {
         }
     }
 
+    fn reach(&mut self) -> Reach {
+        match self.random.below(0..4) {
+            0 => Reach::All,
+            1 => Reach::Window { tokens: self.number(), first: 0 },
+            2 => Reach::Window { tokens: self.number(), first: self.number() },
+            _ => Reach::Chunk { tokens: self.number() },
+        }
+    }
+
+    fn group(&mut self, layers: Vec<u32>) -> LayerGroup {
+        let (heads, head_dim) = (1 << self.random.below(0..4), 64 << self.random.below(0..3));
+        let group = LayerGroup::new(layers, 2 * heads, heads, head_dim).with_reach(self.reach());
+        if self.random.chance(20) { group.with_v_head_dim(self.number()) } else { group }
+    }
+
     fn shape(&mut self) -> (ModelShape, KvFormat) {
+        if self.random.chance(15) {
+            let (num_layers, num_groups) = (self.random.below(0..40), self.random.below(0..5));
+            // Now and then a layer is missing, or in two groups.
+            let spoiled = self.random.chance(20);
+            let groups: Vec<LayerGroup> = (0..num_groups)
+                .map(|group| {
+                    let layers = (0..num_layers).filter(|layer| layer % num_groups == group);
+                    let layers: Vec<u32> = layers.chain(spoiled.then_some(7)).collect();
+                    self.group(layers)
+                })
+                .collect();
+            return (ModelShape::of_groups(groups), KvType::F16.into());
+        }
         if self.random.chance(60) {
             let num_kv_heads = 1 << self.random.below(0..16);
             let num_query_heads = num_kv_heads * 2;
-            let shape = ModelShape {
-                num_layers: 1 << self.random.below(0..31),
-                num_query_heads,
-                num_kv_heads,
-                head_dim: 256,
-            };
+            let shape = ModelShape::new(1 << self.random.below(0..31), num_query_heads, num_kv_heads, 256);
             return (shape, KvType::F32.into());
         }
         let head_dim = if self.random.chance(50) { 8 * self.random.below(1..33) } else { self.number() };
         let num_kv_heads = self.number();
         let num_query_heads =
             if self.random.chance(70) { num_kv_heads.wrapping_mul(2) } else { self.number() };
-        let shape = ModelShape { num_layers: self.number(), num_query_heads, num_kv_heads, head_dim };
+        let shape = ModelShape::new(self.number(), num_query_heads, num_kv_heads, head_dim);
         let types = [KvType::F32, KvType::F16];
         let format = KvFormat::new(self.random.pick(&types), self.random.pick(&types));
         (shape, if self.random.chance(30) { format.with_v_head_dim(self.number()) } else { format })
@@ -71,25 +93,25 @@ fn for_blocks(world: &mut World) {
 
 fn with_block_size(world: &mut World) {
     let size = world.number();
-    let changed = world.values.config.with_block_size(size);
+    let changed = world.values.config.clone().with_block_size(size);
     world.take_config("CacheConfig::with_block_size", changed);
 }
 
 fn with_max_sequences(world: &mut World) {
     let number = world.number();
-    let changed = world.values.config.with_max_sequences(number);
+    let changed = world.values.config.clone().with_max_sequences(number);
     world.take_config("CacheConfig::with_max_sequences", changed);
 }
 
 fn with_max_sequence_tokens(world: &mut World) {
     let number = world.number();
-    let changed = world.values.config.with_max_sequence_tokens(number);
+    let changed = world.values.config.clone().with_max_sequence_tokens(number);
     world.take_config("CacheConfig::with_max_sequence_tokens", changed);
 }
 
 fn with_host_blocks(world: &mut World) {
     let number = world.number();
-    let changed = world.values.config.with_host_blocks(number);
+    let changed = world.values.config.clone().with_host_blocks(number);
     world.take_config("CacheConfig::with_host_blocks", changed);
 }
 
@@ -98,7 +120,11 @@ fn ask_config(world: &mut World) {
     let config = &world.values.config;
     assert!(config.num_blocks() > 0 && config.block_size().is_power_of_two() && config.max_sequences() > 0);
     assert!(config.bytes_total() >= config.table_bytes());
-    assert!(config.bytes_per_block() >= config.bytes_per_token());
+    let layouts = config.groups().iter().map(|group| group.layout());
+    let most_bytes = layouts.map(BlockLayout::block_bytes).max().unwrap();
+    assert!(config.groups().len() > 1 || config.bytes_per_block() >= config.bytes_per_token());
+    assert_eq!(config.bytes_per_block(), most_bytes, "the fullest stack fills a block");
+    assert!((0.0..=f64::from(MAX_PADDING_PERCENT) / 100.0).contains(&config.padding_share()));
     let slots = u64::from(config.num_blocks()) * u64::from(config.block_size());
     assert!(slots < u64::from(u32::MAX));
     assert_eq!(config.table_entries(), config.layout().blocks_for(config.max_sequence_tokens()));
@@ -123,12 +149,23 @@ fn arenas(world: &mut World) {
 }
 
 fn block_layout(world: &mut World) -> BlockLayout {
-    world.values.layout
+    *world.values.config.layout()
+}
+
+fn ask_layout(world: &mut World) {
+    let layout = block_layout(world);
+    let config = &world.values.config;
+    let heads = u64::from(layout.num_layers()) * u64::from(layout.num_kv_heads());
+    let bits = layout.k_head_dim() * layout.k_type().bits() + layout.v_head_dim() * layout.v_type().bits();
+    let per_token = heads * u64::from(bits / 8);
+    assert!(config.bytes_per_token() >= per_token);
+    assert!(config.groups().len() > 1 || config.bytes_per_token() == per_token);
+    assert_eq!(config.block_size(), layout.block_size());
 }
 
 fn blocks_for(world: &mut World) {
     let (layout, tokens) = (block_layout(world), world.number());
-    layout.blocks_for(tokens);
+    assert_eq!(layout.blocks_for(tokens), tokens.div_ceil(layout.block_size()));
 }
 
 fn words(world: &mut World, count: fn(&BlockLayout) -> u64) {
@@ -140,8 +177,14 @@ fn arena_layout(world: &mut World) -> ArenaLayout {
     world.values.arenas
 }
 
+fn ask_arenas(world: &mut World) {
+    let layout = arena_layout(world);
+    assert!(layout.num_blocks() > 0 && layout.layers_per_arena() > 0);
+    assert!(layout.layers_per_arena() <= layout.block().num_layers());
+}
+
 fn new_arenas(world: &mut World) {
-    let (block, num_blocks, layers) = (world.values.layout, world.number(), world.number());
+    let (block, num_blocks, layers) = (block_layout(world), world.number(), world.number());
     let made = ArenaLayout::new(block, num_blocks, layers);
     if let Some(arenas) = world.judge("ArenaLayout::new", made) {
         assert_eq!(arenas.arena_bytes(0), 4 * u64::from(num_blocks) * arenas.block_stride_words(0));
@@ -162,9 +205,52 @@ fn row_word(world: &mut World) {
     assert!(word * 4 < layout.arena_bytes(arena), "an address beyond its arena");
 }
 
+fn new_shape(world: &mut World) {
+    let [layers, query_heads, kv_heads, head_dim] = [(); 4].map(|()| world.number());
+    let shape = ModelShape::new(layers, query_heads, kv_heads, head_dim);
+    let told = [shape.num_layers(), shape.num_query_heads(), shape.num_kv_heads(), shape.head_dim()];
+    assert_eq!(told, [layers, query_heads, kv_heads, head_dim]);
+}
+
 fn shape(world: &mut World) {
     let (shape, _) = world.shape();
     shape.heads_per_kv_head();
+}
+
+/// What is read of a shape is what it was made of.
+fn groups(world: &mut World) {
+    let group = world.group(vec![2, 0, 1]);
+    let shape = ModelShape::of_groups([group.clone(), world.group(vec![3])]);
+    assert_eq!((shape.num_layers(), shape.groups().len()), (4, 2));
+    let read = shape.groups().next().unwrap();
+    assert_eq!(read.layers().collect::<Vec<_>>(), [2, 0, 1]);
+    assert_eq!(read.num_layers(), 3);
+    assert_eq!(read.num_query_heads(), 2 * read.num_kv_heads());
+    assert_eq!((read.head_dim(), read.v_head_dim()), (group.head_dim(), group.v_head_dim()));
+    assert_eq!(read.reach(), group.reach());
+}
+
+/// Groups of a configuration that was taken: their stacks follow one another.
+fn group_layouts(world: &mut World) {
+    let groups = world.values.config.groups();
+    let mut stacks: Vec<u32> = Vec::new();
+    for group in groups {
+        assert!(group.num_stacks() * group.layout().num_layers() >= group.num_layers());
+        stacks.extend(group.first_stack()..group.first_stack() + group.num_stacks());
+        assert!(group.reach() == Reach::All || group.num_layers() > 0);
+    }
+    stacks.sort_unstable();
+    assert!((0..).zip(&stacks).all(|(index, &stack)| index == stack), "{stacks:?}");
+}
+
+fn reach(world: &mut World) {
+    let (reach, position, block_size) = (world.reach(), world.number(), 1 << world.random.below(0..13));
+    let [first, rest] = reach.visible(position);
+    assert!(first.end <= rest.start && rest.contains(&position) || position == u32::MAX);
+    let kept = reach.kept(position, block_size);
+    assert!(kept[0].end <= kept[1].start && kept[1].end == position.div_ceil(block_size));
+    let most = reach.most_blocks(position, world.number(), block_size);
+    assert!(most <= position.div_ceil(block_size) && reach.is_all() == (reach == Reach::All));
 }
 
 fn kv_type(world: &mut World) {
@@ -188,7 +274,7 @@ fn new_block(world: &mut World) {
 }
 
 fn table_row(world: &mut World) {
-    let config = *world.twins.cache.config();
+    let config = world.twins.cache.config();
     let row = world.twins.table.row();
     assert!(row < config.max_sequences());
 }
@@ -201,6 +287,29 @@ pub(super) const CALLS: &[(&str, Call)] = &[
     ("CacheConfig::with_max_sequences", with_max_sequences),
     ("CacheConfig::with_max_sequence_tokens", with_max_sequence_tokens),
     ("CacheConfig::with_host_blocks", with_host_blocks),
+    ("Reach::visible", reach),
+    ("Reach::kept", reach),
+    ("Reach::most_blocks", reach),
+    ("Reach::is_all", reach),
+    ("LayerGroup::new", groups),
+    ("LayerGroup::with_reach", groups),
+    ("LayerGroup::with_v_head_dim", groups),
+    ("LayerGroup::num_layers", groups),
+    ("LayerGroup::layers", groups),
+    ("LayerGroup::num_query_heads", groups),
+    ("LayerGroup::num_kv_heads", groups),
+    ("LayerGroup::head_dim", groups),
+    ("LayerGroup::v_head_dim", groups),
+    ("LayerGroup::reach", groups),
+    ("ModelShape::of_groups", groups),
+    ("ModelShape::groups", groups),
+    ("GroupLayout::reach", group_layouts),
+    ("GroupLayout::num_layers", group_layouts),
+    ("GroupLayout::first_stack", group_layouts),
+    ("GroupLayout::num_stacks", group_layouts),
+    ("GroupLayout::layout", group_layouts),
+    ("CacheConfig::groups", group_layouts),
+    ("CacheConfig::padding_share", ask_config),
     ("CacheConfig::layout", ask_config),
     ("CacheConfig::num_blocks", ask_config),
     ("CacheConfig::block_size", ask_config),
@@ -217,6 +326,13 @@ pub(super) const CALLS: &[(&str, Call)] = &[
     ("CacheConfig::worst_waste_tokens", ask_config),
     ("CacheConfig::fingerprint", ask_config),
     ("CacheConfig::arenas", arenas),
+    ("BlockLayout::num_layers", ask_layout),
+    ("BlockLayout::num_kv_heads", ask_layout),
+    ("BlockLayout::k_head_dim", ask_layout),
+    ("BlockLayout::v_head_dim", ask_layout),
+    ("BlockLayout::k_type", ask_layout),
+    ("BlockLayout::v_type", ask_layout),
+    ("BlockLayout::block_size", ask_layout),
     ("BlockLayout::blocks_for", blocks_for),
     ("BlockLayout::k_row_words", |world| words(world, |layout| layout.k_row_words().into())),
     ("BlockLayout::v_row_words", |world| words(world, |layout| layout.v_row_words().into())),
@@ -225,12 +341,20 @@ pub(super) const CALLS: &[(&str, Call)] = &[
     ("BlockLayout::layer_block_words", |world| words(world, BlockLayout::layer_block_words)),
     ("BlockLayout::block_bytes", |world| words(world, BlockLayout::block_bytes)),
     ("ArenaLayout::new", new_arenas),
+    ("ArenaLayout::block", ask_arenas),
+    ("ArenaLayout::num_blocks", ask_arenas),
+    ("ArenaLayout::layers_per_arena", ask_arenas),
     ("ArenaLayout::num_arenas", |world| arena(world, |layout, _| layout.num_arenas().into())),
     ("ArenaLayout::arena_of", |world| arena(world, |layout, layer| layout.arena_of(layer).0.into())),
     ("ArenaLayout::layers_in", |world| arena(world, |layout, arena| layout.layers_in(arena).into())),
     ("ArenaLayout::block_stride_words", |world| arena(world, ArenaLayout::block_stride_words)),
     ("ArenaLayout::arena_bytes", |world| arena(world, ArenaLayout::arena_bytes)),
     ("ArenaLayout::row_word", row_word),
+    ("ModelShape::new", new_shape),
+    ("ModelShape::num_layers", new_shape),
+    ("ModelShape::num_query_heads", new_shape),
+    ("ModelShape::num_kv_heads", new_shape),
+    ("ModelShape::head_dim", new_shape),
     ("ModelShape::heads_per_kv_head", shape),
     ("KvFormat::new", for_blocks),
     ("KvFormat::with_v_head_dim", for_bytes),

@@ -98,8 +98,8 @@ struct Served {
 impl Served {
     fn new(config: SchedulerConfig, cache: CacheConfig) -> Self {
         Self {
-            scheduler: Scheduler::new(config, cache).unwrap(),
             device: SimulatedDevice::new(&cache),
+            scheduler: Scheduler::new(config, cache).unwrap(),
             tokens: BTreeMap::new(),
             ends: BTreeMap::new(),
             late: false,

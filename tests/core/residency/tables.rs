@@ -13,9 +13,10 @@ struct Tables {
 impl Tables {
     fn new(num_blocks: u32) -> Self {
         let config = super::pool(num_blocks, 0);
+        let device = SimulatedDevice::new(&config);
         let mut cache = KvCache::new(config);
         cache.enable_prefix_cache(None).unwrap();
-        Self { cache, device: SimulatedDevice::new(&config), tokens: HashMap::new() }
+        Self { cache, device, tokens: HashMap::new() }
     }
 
     fn create(&mut self, tokens: &[u32]) -> TableId {

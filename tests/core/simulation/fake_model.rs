@@ -12,8 +12,7 @@ use paged_kv::ModelShape;
 use paged_kv::reference::{DenseInputs, dense_attention};
 use std::collections::HashMap;
 
-pub(crate) const SHAPE: ModelShape =
-    ModelShape { num_layers: LAYERS as u32, num_query_heads: 2, num_kv_heads: 1, head_dim: HEAD as u32 };
+pub(crate) const SHAPE: ModelShape = ModelShape::new(LAYERS as u32, 2, 1, HEAD as u32);
 pub(crate) const LAYERS: usize = 2;
 pub(crate) const HEAD: usize = 8;
 pub(crate) const QUERY: usize = 2 * HEAD;

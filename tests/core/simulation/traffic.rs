@@ -82,9 +82,9 @@ impl Traffic {
         let mut random = Random::new(seed);
         let cache = cache(&mut random);
         let config = scheduler(&mut random, &cache);
+        let longest = (cache.num_blocks() * cache.block_size()).min(cache.max_sequence_tokens());
         let mut world = World::new(config, cache);
         world.max_chats = random.pick(&[6, 12, 20]);
-        let longest = (cache.num_blocks() * cache.block_size()).min(cache.max_sequence_tokens());
         if random.chance(12) {
             world.make_hashes_collide();
         }

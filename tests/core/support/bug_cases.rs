@@ -37,7 +37,7 @@ fn append_values(
     let mut tensors = rig.tensors(&plan);
     tensors.query.fill(0.0);
     tensors.key.fill(0.0);
-    let row_len = rig.shape.num_kv_heads as usize * rig.v_len;
+    let row_len = rig.shape.num_kv_heads() as usize * rig.v_len;
     for (row, position) in tensors.value.chunks_exact_mut(row_len).zip(plan.positions()) {
         row.fill(value(*position));
     }
@@ -68,7 +68,7 @@ fn attend_once(
     for (token, key) in (0..).zip(keys) {
         let block = rig.cpu.table(table.row())[(token / block_size) as usize];
         let value = value(token as usize);
-        for head in 0..rig.shape.num_kv_heads {
+        for head in 0..rig.shape.num_kv_heads() {
             rig.cpu.write_row(0, KvPart::K, block, head, token % block_size, &vec![*key; rig.k_len]);
             rig.cpu.write_row(0, KvPart::V, block, head, token % block_size, &vec![value; rig.v_len]);
         }

@@ -104,8 +104,8 @@ pub(crate) struct CacheWorld {
 impl CacheWorld {
     pub(crate) fn new(config: CacheConfig) -> Self {
         Self {
-            cache: KvCache::new(config),
             device: SimulatedDevice::new(&config),
+            cache: KvCache::new(config),
             tables: Vec::new(),
             released: None,
             spent: None,

@@ -217,10 +217,10 @@ pub(crate) struct World<D: Device> {
 impl<D: Device> World<D> {
     pub(crate) fn new(config: SchedulerConfig, cache: CacheConfig) -> Self {
         Self {
-            scheduler: Scheduler::new(config, cache).unwrap(),
+            scheduler: Scheduler::new(config, cache.clone()).unwrap(),
             config,
-            cache,
             device: D::new(&cache),
+            cache,
             max_chats: 12,
             chats: BTreeMap::new(),
             plan: None,

@@ -83,7 +83,7 @@ impl Rig {
         block_size: u32,
         num_blocks: u32,
     ) -> Self {
-        let shape = ModelShape { num_layers: 1, num_query_heads, num_kv_heads, head_dim };
+        let shape = ModelShape::new(1, num_query_heads, num_kv_heads, head_dim);
         let config = CacheConfig::for_blocks(num_blocks, &shape, format)
             .and_then(|config| config.with_block_size(block_size))
             // One table for every block, to hold each by itself.
@@ -94,12 +94,12 @@ impl Rig {
 
     pub(crate) fn of(shape: ModelShape, config: CacheConfig) -> Self {
         Self {
-            shape,
-            kv: KvCache::new(config),
             cpu: CpuCache::new(&shape, &config),
+            shape,
             random: Random(1),
-            k_len: config.layout().k_head_dim as usize,
-            v_len: config.layout().v_head_dim as usize,
+            k_len: config.layout().k_head_dim() as usize,
+            v_len: config.layout().v_head_dim() as usize,
+            kv: KvCache::new(config),
         }
     }
 
@@ -151,7 +151,7 @@ impl Rig {
     /// Random tensors for a plan's rows.
     pub(crate) fn tensors(&mut self, plan: &StepPlan) -> Tensors {
         let rows = plan.num_rows() as usize;
-        let (heads, kv_heads) = (self.shape.num_query_heads as usize, self.shape.num_kv_heads as usize);
+        let (heads, kv_heads) = (self.shape.num_query_heads() as usize, self.shape.num_kv_heads() as usize);
         let mut fill = |len: usize, factor: f32| (0..len).map(|_| factor * self.random.unit()).collect();
         Tensors {
             // Logits up to about 2 in magnitude: weights that differ, none so small that it does not count.
@@ -175,7 +175,7 @@ impl Rig {
 
     /// Runs the append of one layer on the twin.
     pub(crate) fn append(&mut self, plan: &StepPlan, tensors: &Tensors, layer: u32) {
-        let kv_heads = self.shape.num_kv_heads as usize;
+        let kv_heads = self.shape.num_kv_heads() as usize;
         let key = Rows::new(&tensors.key, kv_heads * self.k_len);
         let value = Rows::new(&tensors.value, kv_heads * self.v_len);
         append(&mut self.cpu, layer, plan.slot_mapping(), key, value);
@@ -183,7 +183,7 @@ impl Rig {
 
     /// The dense f64 attention of one sequence of a plan, in one layer.
     fn dense(&self, plan: &StepPlan, tensors: &Tensors, layer: u32, sequence: usize) -> DenseOutput {
-        let row_len = self.shape.num_query_heads as usize * self.k_len;
+        let row_len = self.shape.num_query_heads() as usize * self.k_len;
         let rows = plan.query_starts()[sequence] as usize..plan.query_starts()[sequence + 1] as usize;
         let table_row = plan.table_rows()[sequence];
         let (keys, values) = self.cpu.gather(layer, table_row, plan.context_lens()[sequence]);
@@ -191,8 +191,8 @@ impl Rig {
             query: &tensors.query[rows.start * row_len..rows.end * row_len],
             keys: &keys,
             values: &values,
-            num_query_heads: self.shape.num_query_heads,
-            num_kv_heads: self.shape.num_kv_heads,
+            num_query_heads: self.shape.num_query_heads(),
+            num_kv_heads: self.shape.num_kv_heads(),
             k_head_dim: self.k_len as u32,
             v_head_dim: self.v_len as u32,
             scale: 1.0 / (self.k_len as f64).sqrt(),
@@ -213,7 +213,7 @@ impl Rig {
         output: &[f32],
         tolerance: f64,
     ) {
-        let row_len = self.shape.num_query_heads as usize * self.v_len;
+        let row_len = self.shape.num_query_heads() as usize * self.v_len;
         for sequence in 0..plan.num_sequences() as usize {
             let rows = plan.query_starts()[sequence] as usize..plan.query_starts()[sequence + 1] as usize;
             let actual = &output[rows.start * row_len..rows.end * row_len];
@@ -241,21 +241,21 @@ impl Rig {
     /// Fills every slot that no table's length covers.
     pub(crate) fn poison_unused(&mut self, tables: &[TableId], poison: Poison) {
         let layout = *self.cpu.layout();
-        let block = layout.block;
-        let mut used = vec![0u32; layout.num_blocks as usize];
+        let block = layout.block();
+        let mut used = vec![0u32; layout.num_blocks() as usize];
         for &table in tables {
             let len = self.kv.len(table).expect("a table");
             for (entry, id) in self.kv.block_ids(table).expect("a table").iter().enumerate() {
                 let used = &mut used[id.index() as usize];
-                *used = (*used).max((len - entry as u32 * block.block_size).min(block.block_size));
+                *used = (*used).max((len - entry as u32 * block.block_size()).min(block.block_size()));
             }
         }
         for (id, &used) in (0..).zip(&used) {
-            for head in 0..block.num_kv_heads {
-                for slot in used..block.block_size {
+            for head in 0..block.num_kv_heads() {
+                for slot in used..block.block_size() {
                     for (part, kv_type, words) in [
-                        (KvPart::K, block.k_type, block.k_row_words()),
-                        (KvPart::V, block.v_type, block.v_row_words()),
+                        (KvPart::K, block.k_type(), block.k_row_words()),
+                        (KvPart::V, block.v_type(), block.v_row_words()),
                     ] {
                         let start = layout.row_word(0, part, id, head, slot) as usize;
                         self.cpu.words_mut()[start..start + words as usize].fill(poison.word(kv_type));

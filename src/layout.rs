@@ -1,0 +1,267 @@
+//! Where keys and values lie in a block, and blocks in an arena: the one place that computes an address.
+//!
+//! Only checked constructors make a layout, so what it says of itself is right. Nothing here knows how large a pool is wanted
+//! to be, wgpu, tokens or policy. The layout of a block is fixed here and mirrored once in `shaders/common/layout.wgsl`:
+//!
+//! ```text
+//! arena (a group of consecutive layers)
+//!   block 0                                   block 1 …
+//!   ├ layer 0 of the group ┬ layer 1 … ┤
+//!   │ K: head 0 │ head 1 … │ V: head 0 │ head 1 … │
+//!     └ P rows of k_head_dim elements, padded to 16 bytes
+//! ```
+//!
+//! A block is one contiguous range per arena, keys precede values as one run, and a row of one head is contiguous.
+
+use crate::error::ConfigError;
+use crate::model::{KvFormat, KvType, LayerGroup, check_head_dim};
+
+/// Largest block size, in tokens.
+pub const MAX_BLOCK_SIZE: u32 = 4096;
+/// No arena is larger than this, whatever the device allows: 2 GiB - 4, the most that every backend can bind.
+pub const MAX_ARENA_BYTES: u64 = (2 << 30) - 4;
+
+/// What a block holds: shapes, types and block size, and from them sizes and offsets in `u32` words.
+///
+/// A [`CacheConfig`](crate::CacheConfig) makes and checks it: the sizes of a layout are within their types.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BlockLayout {
+    num_layers: u32,
+    num_kv_heads: u32,
+    k_head_dim: u32,
+    v_head_dim: u32,
+    k_type: KvType,
+    v_type: KvType,
+    block_size: u32,
+}
+
+impl BlockLayout {
+    /// Blocks of `block_size` tokens for `num_layers` layers of a checked group, stored as `format` says.
+    ///
+    /// # Errors
+    /// [`ConfigError`] when the size of a value head or the block size is not supported, or the bytes of a block exceed
+    /// 2^64.
+    pub(crate) fn new(
+        group: &LayerGroup,
+        num_layers: u32,
+        format: KvFormat,
+        block_size: u32,
+    ) -> Result<Self, ConfigError> {
+        let KvFormat { k_type, v_type, v_head_dim } = format;
+        let v_head_dim = group.v_head_dim().or(v_head_dim).unwrap_or(group.head_dim());
+        check_head_dim(v_head_dim)?;
+        Self {
+            num_layers,
+            num_kv_heads: group.num_kv_heads(),
+            k_head_dim: group.head_dim(),
+            v_head_dim,
+            k_type,
+            v_type,
+            block_size,
+        }
+        .checked()
+    }
+
+    fn checked(self) -> Result<Self, ConfigError> {
+        let block_size = self.block_size;
+        if !block_size.is_power_of_two() || block_size > MAX_BLOCK_SIZE {
+            return Err(ConfigError::BlockSize { block_size, max: MAX_BLOCK_SIZE });
+        }
+        let words = u64::from(self.num_layers).checked_mul(self.layer_block_words());
+        let bytes = words.and_then(|words| words.checked_mul(4));
+        bytes.map(|_| self).ok_or(ConfigError::Overflow { what: "bytes of a block" })
+    }
+
+    /// Layers.
+    pub fn num_layers(&self) -> u32 {
+        self.num_layers
+    }
+
+    /// Key and value heads per layer.
+    pub fn num_kv_heads(&self) -> u32 {
+        self.num_kv_heads
+    }
+
+    /// Elements of a key head.
+    pub fn k_head_dim(&self) -> u32 {
+        self.k_head_dim
+    }
+
+    /// Elements of a value head.
+    pub fn v_head_dim(&self) -> u32 {
+        self.v_head_dim
+    }
+
+    /// Element type of keys.
+    pub fn k_type(&self) -> KvType {
+        self.k_type
+    }
+
+    /// Element type of values.
+    pub fn v_type(&self) -> KvType {
+        self.v_type
+    }
+
+    /// Tokens per block, a power of two.
+    #[inline]
+    pub fn block_size(&self) -> u32 {
+        self.block_size
+    }
+
+    /// Blocks that hold `tokens` tokens.
+    #[inline]
+    pub fn blocks_for(&self, tokens: u32) -> u32 {
+        // A shift, for a block size is a power of two: every step asks this of every sequence.
+        let full_blocks = tokens >> self.block_size.trailing_zeros();
+        full_blocks + u32::from(tokens & (self.block_size - 1) != 0)
+    }
+
+    /// Words of one key row of one head.
+    pub fn k_row_words(&self) -> u32 {
+        self.k_head_dim * self.k_type.bits() / 32
+    }
+
+    /// Words of one value row of one head.
+    pub fn v_row_words(&self) -> u32 {
+        self.v_head_dim * self.v_type.bits() / 32
+    }
+
+    /// Words of one head's keys in a block: `P` rows, padded to 16 bytes.
+    pub fn k_head_words(&self) -> u32 {
+        (self.block_size * self.k_row_words()).next_multiple_of(4)
+    }
+
+    /// Words of one head's values in a block: `P` rows, padded to 16 bytes.
+    pub fn v_head_words(&self) -> u32 {
+        (self.block_size * self.v_row_words()).next_multiple_of(4)
+    }
+
+    /// Words of one layer in a block: all heads' keys, then all heads' values.
+    pub fn layer_block_words(&self) -> u64 {
+        u64::from(self.num_kv_heads) * (u64::from(self.k_head_words()) + u64::from(self.v_head_words()))
+    }
+
+    /// Bytes of a block, all layers.
+    pub fn block_bytes(&self) -> u64 {
+        // Checked when the layout was made.
+        u64::from(self.num_layers) * self.layer_block_words() * 4
+    }
+}
+
+/// The two halves of a layer's block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KvPart {
+    /// Keys.
+    K,
+    /// Values.
+    V,
+}
+
+/// The pool cut into arenas: groups of consecutive layers, one storage buffer each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ArenaLayout {
+    block: BlockLayout,
+    num_blocks: u32,
+    layers_per_arena: u32,
+}
+
+impl ArenaLayout {
+    /// Arenas of `num_blocks` blocks and at most `layers_per_arena` layers each. [`CacheConfig::arenas`](crate::CacheConfig::arenas) makes those that a
+    /// device can hold.
+    ///
+    /// # Errors
+    /// [`ConfigError::Zero`] without blocks or layers, [`ConfigError::Overflow`] when an arena's bytes exceed 2^64.
+    pub fn new(block: BlockLayout, num_blocks: u32, layers_per_arena: u32) -> Result<Self, ConfigError> {
+        for (field, value) in [("num_blocks", num_blocks), ("layers_per_arena", layers_per_arena)] {
+            if value == 0 {
+                return Err(ConfigError::Zero { field });
+            }
+        }
+        let layers_per_arena = layers_per_arena.min(block.num_layers);
+        let layer_bytes = block.layer_block_words().checked_mul(u64::from(layers_per_arena) * 4);
+        layer_bytes
+            .and_then(|bytes| bytes.checked_mul(u64::from(num_blocks)))
+            .ok_or(ConfigError::Overflow { what: "bytes of an arena" })?;
+        Ok(Self { block, num_blocks, layers_per_arena })
+    }
+
+    /// What a block holds.
+    pub fn block(&self) -> &BlockLayout {
+        &self.block
+    }
+
+    /// Blocks in every arena.
+    pub fn num_blocks(&self) -> u32 {
+        self.num_blocks
+    }
+
+    /// Layers in every arena but perhaps the last, which has the rest.
+    pub fn layers_per_arena(&self) -> u32 {
+        self.layers_per_arena
+    }
+
+    /// Number of arenas.
+    pub fn num_arenas(&self) -> u32 {
+        self.block.num_layers.div_ceil(self.layers_per_arena)
+    }
+
+    /// The arena of a layer, and the layer's index within that arena.
+    ///
+    /// # Panics
+    /// For a layer that there is not.
+    pub fn arena_of(&self, layer: u32) -> (u32, u32) {
+        assert!(layer < self.block.num_layers, "layer {layer} of {}", self.block.num_layers);
+        (layer / self.layers_per_arena, layer % self.layers_per_arena)
+    }
+
+    /// Layers in an arena.
+    ///
+    /// # Panics
+    /// For an arena that there is not.
+    pub fn layers_in(&self, arena: u32) -> u32 {
+        assert!(arena < self.num_arenas(), "arena {arena} of {}", self.num_arenas());
+        (self.block.num_layers - arena * self.layers_per_arena).min(self.layers_per_arena)
+    }
+
+    /// Words between consecutive blocks of an arena.
+    ///
+    /// # Panics
+    /// As [`layers_in`](Self::layers_in).
+    pub fn block_stride_words(&self, arena: u32) -> u64 {
+        u64::from(self.layers_in(arena)) * self.block.layer_block_words()
+    }
+
+    /// Bytes of an arena.
+    ///
+    /// # Panics
+    /// As [`layers_in`](Self::layers_in).
+    pub fn arena_bytes(&self, arena: u32) -> u64 {
+        u64::from(self.num_blocks) * self.block_stride_words(arena) * 4
+    }
+
+    /// The word at which a row starts within its arena: the only formula for an address, mirrored in
+    /// `shaders/common/layout.wgsl`.
+    ///
+    /// # Panics
+    /// For a layer, block, head or slot that there is not: its word would be another row's.
+    pub fn row_word(&self, layer: u32, part: KvPart, block: u32, kv_head: u32, slot_in_block: u32) -> u64 {
+        let layout = &self.block;
+        assert!(block < self.num_blocks, "block {block} of {}", self.num_blocks);
+        assert!(kv_head < layout.num_kv_heads, "kv head {kv_head} of {}", layout.num_kv_heads);
+        assert!(slot_in_block < layout.block_size, "slot {slot_in_block} of {}", layout.block_size);
+        let (arena, layer_in_arena) = self.arena_of(layer);
+        let layer_start = u64::from(block) * self.block_stride_words(arena)
+            + u64::from(layer_in_arena) * layout.layer_block_words();
+        let (heads_start, head_words, row_words) = match part {
+            KvPart::K => (0, layout.k_head_words(), layout.k_row_words()),
+            KvPart::V => {
+                let keys = u64::from(layout.num_kv_heads) * u64::from(layout.k_head_words());
+                (keys, layout.v_head_words(), layout.v_row_words())
+            }
+        };
+        layer_start
+            + heads_start
+            + u64::from(kv_head) * u64::from(head_words)
+            + u64::from(slot_in_block) * u64::from(row_words)
+    }
+}

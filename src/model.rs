@@ -1,0 +1,282 @@
+//! What a model asks of a cache: its attention shape, and how its keys and values are stored.
+//!
+//! A shape is a plain value that may be wrong; a configuration refuses it then. Nothing here knows blocks: where keys and
+//! values lie is said by `layout.rs`, and how much of them there is by `config.rs`.
+
+use crate::error::ConfigError;
+use crate::reach::Reach;
+use std::fmt;
+
+/// Largest head size, in elements.
+pub const MAX_HEAD_DIM: u32 = 256;
+
+/// The attention shape of a model, as its own description gives it: groups of layers that are alike.
+///
+/// ```
+/// # use paged_kv::{LayerGroup, ModelShape, Reach};
+/// // A layer in six sees everything, the others a window of 1,024 tokens.
+/// let (whole, windowed): (Vec<u32>, Vec<u32>) = (0..48).partition(|layer| layer % 6 == 5);
+/// let shape = ModelShape::of_groups([
+///     LayerGroup::new(whole, 16, 8, 256),
+///     LayerGroup::new(windowed, 16, 8, 256).with_reach(Reach::Window { tokens: 1024, first: 0 }),
+/// ]);
+/// assert_eq!(shape.num_layers(), 48);
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct ModelShape {
+    first: LayerGroup,
+    others: Vec<LayerGroup>,
+}
+
+/// Layers of a model that are alike: in heads, in what their rows see, and in how their keys and values are stored.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct LayerGroup {
+    num_layers: u32,
+    /// Their indices in the model; none where these are all its layers.
+    layers: Vec<u32>,
+    num_query_heads: u32,
+    num_kv_heads: u32,
+    head_dim: u32,
+    v_head_dim: Option<u32>,
+    reach: Reach,
+}
+
+impl ModelShape {
+    /// `num_layers` layers that have a key-value cache, each of `num_query_heads` query heads and `num_kv_heads` key and
+    /// value heads, whose query and key heads have `head_dim` elements. All layers are alike, and their rows see everything
+    /// before them.
+    ///
+    /// Nothing is checked here: a [`CacheConfig`](crate::CacheConfig) refuses a shape that has a zero, query heads that are
+    /// no multiple of the kv heads, or a head size that is no multiple of 8 from 8 to [`MAX_HEAD_DIM`].
+    pub const fn new(num_layers: u32, num_query_heads: u32, num_kv_heads: u32, head_dim: u32) -> Self {
+        let first = LayerGroup {
+            num_layers,
+            layers: Vec::new(),
+            num_query_heads,
+            num_kv_heads,
+            head_dim,
+            v_head_dim: None,
+            reach: Reach::All,
+        };
+        Self { first, others: Vec::new() }
+    }
+
+    /// A model of several groups of layers.
+    ///
+    /// Nothing is checked here, either: a configuration refuses layers that are missing or in two groups, too.
+    pub fn of_groups(groups: impl IntoIterator<Item = LayerGroup>) -> Self {
+        let mut groups = groups.into_iter();
+        let first = groups.next().unwrap_or_else(|| LayerGroup::new([], 0, 0, 0));
+        Self { first, others: groups.collect() }
+    }
+
+    /// The groups of layers, in the order in which they were given.
+    pub fn groups(&self) -> impl ExactSizeIterator<Item = &LayerGroup> {
+        let groups: Vec<&LayerGroup> = std::iter::once(&self.first).chain(&self.others).collect();
+        groups.into_iter()
+    }
+
+    /// Layers of all groups.
+    pub fn num_layers(&self) -> u32 {
+        self.groups().fold(0, |sum: u32, group| sum.saturating_add(group.num_layers))
+    }
+
+    /// Query heads per layer of the first group.
+    pub fn num_query_heads(&self) -> u32 {
+        self.first.num_query_heads
+    }
+
+    /// Key and value heads per layer of the first group.
+    pub fn num_kv_heads(&self) -> u32 {
+        self.first.num_kv_heads
+    }
+
+    /// Elements of a query and key head of the first group. Value heads have the same size unless
+    /// [`LayerGroup::with_v_head_dim`] or [`KvFormat::with_v_head_dim`] says otherwise.
+    pub fn head_dim(&self) -> u32 {
+        self.first.head_dim
+    }
+
+    /// Query heads that read one kv head, in the first group.
+    ///
+    /// # Panics
+    /// When there is no kv head; a [`CacheConfig`](crate::CacheConfig) refuses such a shape.
+    pub fn heads_per_kv_head(&self) -> u32 {
+        self.first.num_query_heads / self.first.num_kv_heads
+    }
+
+    pub(crate) fn check(&self) -> Result<(), ConfigError> {
+        self.groups().try_for_each(LayerGroup::check)?;
+        let mut layers: Vec<u32> = self.groups().flat_map(|group| group.layers.iter().copied()).collect();
+        if self.others.is_empty() && layers.is_empty() {
+            return Ok(());
+        }
+        layers.sort_unstable();
+        match (0..).zip(&layers).find(|&(index, &layer)| index != layer) {
+            Some((layer, _)) => Err(ConfigError::Layers { layer, num_layers: self.num_layers() }),
+            None => Ok(()),
+        }
+    }
+}
+
+impl LayerGroup {
+    /// The layers of a model that have these indices, from 0 on, in the order of their keys and values in a block; the
+    /// numbers as for [`ModelShape::new`].
+    pub fn new(
+        layers: impl IntoIterator<Item = u32>,
+        num_query_heads: u32,
+        num_kv_heads: u32,
+        head_dim: u32,
+    ) -> Self {
+        let layers: Vec<u32> = layers.into_iter().collect();
+        Self {
+            num_layers: u32::try_from(layers.len()).unwrap_or(u32::MAX),
+            layers,
+            num_query_heads,
+            num_kv_heads,
+            head_dim,
+            v_head_dim: None,
+            reach: Reach::All,
+        }
+    }
+
+    /// Rows that see the keys that `reach` says.
+    pub fn with_reach(mut self, reach: Reach) -> Self {
+        self.reach = reach;
+        self
+    }
+
+    /// Value heads of `v_head_dim` elements (a multiple of 8, from 8 to 256), whatever the stored format says.
+    pub fn with_v_head_dim(mut self, v_head_dim: u32) -> Self {
+        self.v_head_dim = Some(v_head_dim);
+        self
+    }
+
+    /// Layers of the group.
+    pub fn num_layers(&self) -> u32 {
+        self.num_layers
+    }
+
+    /// Their indices in the model, in the order of their keys and values in a block.
+    pub fn layers(&self) -> impl ExactSizeIterator<Item = u32> {
+        (0..self.num_layers).map(|index| self.layers.get(index as usize).copied().unwrap_or(index))
+    }
+
+    /// Query heads per layer.
+    pub fn num_query_heads(&self) -> u32 {
+        self.num_query_heads
+    }
+
+    /// Key and value heads per layer.
+    pub fn num_kv_heads(&self) -> u32 {
+        self.num_kv_heads
+    }
+
+    /// Elements of a query and key head.
+    pub fn head_dim(&self) -> u32 {
+        self.head_dim
+    }
+
+    /// Elements of a value head, where they are not those that the stored format says.
+    pub fn v_head_dim(&self) -> Option<u32> {
+        self.v_head_dim
+    }
+
+    /// The keys that a row sees.
+    pub fn reach(&self) -> Reach {
+        self.reach
+    }
+
+    fn check(&self) -> Result<(), ConfigError> {
+        for (field, value) in [
+            ("num_layers", self.num_layers),
+            ("num_query_heads", self.num_query_heads),
+            ("num_kv_heads", self.num_kv_heads),
+        ] {
+            if value == 0 {
+                return Err(ConfigError::Zero { field });
+            }
+        }
+        if !self.num_query_heads.is_multiple_of(self.num_kv_heads) {
+            return Err(ConfigError::HeadRatio {
+                num_query_heads: self.num_query_heads,
+                num_kv_heads: self.num_kv_heads,
+            });
+        }
+        if matches!(self.reach, Reach::Window { tokens: 0, .. } | Reach::Chunk { tokens: 0 }) {
+            return Err(ConfigError::Zero { field: "tokens of a reach" });
+        }
+        check_head_dim(self.head_dim)
+    }
+}
+
+pub(crate) fn check_head_dim(head_dim: u32) -> Result<(), ConfigError> {
+    if head_dim == 0 || head_dim > MAX_HEAD_DIM || !head_dim.is_multiple_of(8) {
+        return Err(ConfigError::HeadDim { head_dim, max: MAX_HEAD_DIM });
+    }
+    Ok(())
+}
+
+/// How an element of K or V is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum KvType {
+    /// 32-bit floats.
+    F32,
+    /// 16-bit floats, rounded to nearest even when written; every device can read them.
+    F16,
+}
+
+impl KvType {
+    /// Bits of one element.
+    pub const fn bits(self) -> u32 {
+        match self {
+            Self::F32 => 32,
+            Self::F16 => 16,
+        }
+    }
+
+    /// Elements in one 16-byte load.
+    pub const fn elements_per_vec4(self) -> u32 {
+        128 / self.bits()
+    }
+}
+
+impl fmt::Display for KvType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+        })
+    }
+}
+
+/// Element types of keys and values, and the size of a value head where it differs from the key's.
+///
+/// A [`KvType`] converts into the format that stores both alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct KvFormat {
+    pub(crate) k_type: KvType,
+    pub(crate) v_type: KvType,
+    /// That of the key heads, where none is named.
+    pub(crate) v_head_dim: Option<u32>,
+}
+
+impl KvFormat {
+    /// Keys stored as `k_type`, values as `v_type`.
+    pub fn new(k_type: KvType, v_type: KvType) -> Self {
+        Self { k_type, v_type, v_head_dim: None }
+    }
+
+    /// Value heads of `v_head_dim` elements (a multiple of 8, from 8 to 256).
+    pub fn with_v_head_dim(mut self, v_head_dim: u32) -> Self {
+        self.v_head_dim = Some(v_head_dim);
+        self
+    }
+}
+
+impl From<KvType> for KvFormat {
+    fn from(kv_type: KvType) -> Self {
+        Self::new(kv_type, kv_type)
+    }
+}
