@@ -102,7 +102,7 @@ impl KvCache {
 
     /// The most blocks that a sequence holds while its first `len` tokens are read. A pool that does not hold the largest
     /// steps' holds smaller ones'.
-    fn blocks_to_read(&self, len: u32) -> u32 {
+    pub(crate) fn blocks_to_read(&self, len: u32) -> u32 {
         let rows = self.rows_at_most;
         let most =
             self.lanes.iter().fold(0, |sum: u32, lane| sum.saturating_add(lane.most_blocks(len, rows)));

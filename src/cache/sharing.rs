@@ -94,6 +94,11 @@ impl KvCache {
         self.node_tokens
     }
 
+    /// Nodes of a sequence of `len` tokens.
+    pub(crate) fn nodes_of(&self, len: u32) -> usize {
+        len.div_ceil(self.node_tokens) as usize
+    }
+
     pub(crate) fn has_prefix_cache(&self) -> bool {
         self.prefix.is_some()
     }

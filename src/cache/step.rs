@@ -57,6 +57,27 @@ pub(crate) struct Growth {
     returning: u32,
 }
 
+/// What a plan says of the cache that it is made over.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Origin {
+    pub(crate) instance: u64,
+    pub(crate) fingerprint: u64,
+    pub(crate) forgotten_devices: u64,
+    /// The last step that was committed and wrote to tables, since the last device was forgotten.
+    pub(crate) last_committed: StepId,
+    pub(crate) num_stacks: u32,
+}
+
+/// What the outstanding step does with blocks before it writes rows.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StepMoves<'a> {
+    /// To the host pool.
+    pub(crate) swap_outs: &'a [BlockSwap],
+    /// Back from it.
+    pub(crate) swap_ins: &'a [BlockSwap],
+    pub(crate) copies: &'a [BlockCopy],
+}
+
 impl Growth {
     /// Free blocks that it takes.
     pub(crate) fn needed(&self) -> u32 {
@@ -309,24 +330,20 @@ impl KvCache {
         self.journal.push(Undo::Copied { table, lane, entry, source, len, registered, borrowed });
     }
 
-    /// Blocks that the outstanding step moves to the host pool.
-    pub(crate) fn step_swap_outs(&self) -> &[BlockSwap] {
-        &self.step_outs
+    /// Blocks that the outstanding step moves and copies.
+    pub(crate) fn step_moves(&self) -> StepMoves<'_> {
+        StepMoves { swap_outs: &self.step_outs, swap_ins: &self.step_ins, copies: &self.step_copies }
     }
 
-    /// Blocks that the outstanding step brings back.
-    pub(crate) fn step_swap_ins(&self) -> &[BlockSwap] {
-        &self.step_ins
-    }
-
-    /// Copies that the outstanding step has asked for.
-    pub(crate) fn step_copies(&self) -> &[BlockCopy] {
-        &self.step_copies
-    }
-
-    /// The last step that was committed and wrote to tables, since the last device was forgotten.
-    pub(crate) fn last_committed(&self) -> StepId {
-        self.last_committed
+    /// What a plan says of the cache that it is made over.
+    pub(crate) fn origin(&self) -> Origin {
+        Origin {
+            instance: self.instance,
+            fingerprint: self.config.fingerprint(),
+            forgotten_devices: self.forgotten_devices,
+            last_committed: self.last_committed,
+            num_stacks: self.lanes.last().map_or(0, |lane| lane.stack + 1),
+        }
     }
 
     /// Whether a step is outstanding.

@@ -40,21 +40,19 @@ pub(super) enum Lacking {
 impl Scheduler {
     /// Lets in the first in line, or a sequence that may go instead; with `only_first`, none that merely fits. Returns
     /// which, or what the first one lacks.
-    pub(super) fn admit_next(&mut self, only_first: bool) -> Result<Index, Lacking> {
-        let mut lacking = Lacking::Table;
-        let mut first = None;
-        for _ in 0..MOST_SENT_BEHIND {
-            let Some(index) = self.sequences.line().first() else { break };
-            match self.ask(index) {
-                Ok(()) => return Ok(index),
-                Err(Lacking::Prompt(other)) => lacking = Lacking::Prompt(other),
-                Err(other) => {
-                    (first, lacking) = (Some(index), other);
-                    break;
+    pub(super) fn admit_next(&mut self, first: Index, only_first: bool) -> Result<Index, Lacking> {
+        let (mut first, mut num_sent) = (first, 0);
+        let mut lacking = loop {
+            match self.ask(first) {
+                Ok(()) => return Ok(first),
+                Err(Lacking::Prompt(other)) => {
+                    num_sent += 1;
+                    let next = self.sequences.first_in_line().filter(|_| num_sent < MOST_SENT_BEHIND);
+                    first = next.ok_or(Lacking::Prompt(other))?;
                 }
+                Err(lacking) => break lacking,
             }
-        }
-        let Some(first) = first else { return Err(lacking) };
+        };
         let nobody_runs = self.sequences.running().is_empty();
         if nobody_runs || !self.is_overcommitted() {
             let entitled = |&other: &Index| {
@@ -111,11 +109,10 @@ impl Scheduler {
     }
 
     fn try_admit(&mut self, index: Index) -> Result<(), Lacking> {
-        let sequence = &self.sequences[index];
-        if self.sequences.sums().running + sequence.width() > self.max_running() {
+        if self.sequences.num_running_with(index) > self.max_running {
             return Err(Lacking::Table);
         }
-        let table = match sequence.table() {
+        let table = match self.sequences[index].table() {
             Some(table) => self.check_return(index, table)?,
             None => None,
         };
@@ -132,19 +129,18 @@ impl Scheduler {
             // What made room may have been among what was found. It is free now, so the sum is the same.
             self.match_prefix(index);
         }
-        match table {
+        let table = match table {
             None => self.open_table(index)?,
-            Some(table) if blocks::returning(&self.cache, Some(table)) > 0 => {
-                self.cache.swap_in(table).map_err(|_| Lacking::Transfers)?;
-                self.stats.swaps_in += 1;
+            Some(table) => {
+                if blocks::returning(&self.cache, Some(table)) > 0 {
+                    self.cache.swap_in(table).map_err(|_| Lacking::Transfers)?;
+                    self.stats.swaps_in += 1;
+                }
+                table
             }
-            Some(_) => {}
-        }
-        self.sequences.let_in(index, &self.cache);
-        let sequence = &self.sequences[index];
-        if let Some(table) = sequence.table() {
-            self.cache.expect_hits_at(table, sequence.terms.input_len);
-        }
+        };
+        let sequence = self.sequences.let_in(index, &self.cache);
+        self.cache.expect_hits_at(table, sequence.terms.input_len);
         self.events.push(StepEvent::Admitted { sequence: sequence.id(), prefix: sequence.prefix });
         Ok(())
     }
@@ -159,15 +155,6 @@ impl Scheduler {
         }
         self.reconsider_return(index, returning);
         Ok(self.sequences[index].table())
-    }
-
-    /// Opens a table that begins with what the prefix cache has.
-    fn open_table(&mut self, index: Index) -> Result<(), Lacking> {
-        let table = self.cache.create(self.sequences[index].terms.max_tokens).map_err(|_| Lacking::Table)?;
-        self.set_table(index, table);
-        self.adopt_prefix(index, table);
-        self.note_tail(index);
-        Ok(())
     }
 
     fn admit_promised(&mut self, index: Index) -> Result<(), Lacking> {
@@ -242,14 +229,18 @@ impl Scheduler {
     pub(super) fn blocks_to_enter(&self, index: Index) -> u32 {
         let Admission::Overcommitted { watermark_blocks } = self.config.admission else { return 0 };
         let sequence = &self.sequences[index];
-        let table = sequence.table();
-        let copies = blocks::shared_tails(&self.cache, table).count() as u32;
+        let (copies, held) = match sequence.table() {
+            None => (0, 0),
+            table => {
+                (blocks::shared_tails(&self.cache, table).count() as u32, blocks::held(&self.cache, table))
+            }
+        };
         let target = if self.is_at_bound(index) { sequence.terms.max_tokens } else { sequence.len() };
         let found = self.matched.found_for(index);
         let taken = found.map_or(0, |found| self.cache.blocks_taken_by(found));
         // A block that matches in part is taken, and copied.
         let adopted = found.map_or(0, |found| found.num_full_blocks());
-        let own = self.cache.blocks_beyond(table, target, adopted);
+        let own = self.cache.blocks_to_read(target).saturating_sub(held + adopted);
         // Prompts that are being read still need blocks that they were let in for.
         let owed = self.sequences.owed_beside(index);
         let watermark = if self.sequences.running().is_empty() { 0 } else { watermark_blocks };

@@ -2,11 +2,11 @@
 //!
 //! Pure questions to a cache about one sequence. Nothing here knows of others, of promises or of policy.
 
-use crate::cache::{Growth, KvCache};
+use crate::cache::KvCache;
 use crate::ids::{BlockId, TableId};
 use crate::schedule::sequence::Sequence;
 
-// What a table holds: nothing, if there is no table.
+// What a table holds: nothing, if there is none.
 
 /// The blocks of a sequence in the pool.
 pub(super) fn of(cache: &KvCache, table: Option<TableId>) -> impl Iterator<Item = BlockId> {
@@ -18,7 +18,7 @@ pub(super) fn held(cache: &KvCache, table: Option<TableId>) -> u32 {
     table.map_or(0, |table| cache.num_held(table))
 }
 
-/// Blocks that last, and that its first `end` tokens do not need.
+/// Those that last, and that its first `end` tokens do not need.
 pub(super) fn lasting_beyond(
     cache: &KvCache,
     table: Option<TableId>,
@@ -43,7 +43,30 @@ pub(super) fn has_open_tail(cache: &KvCache, table: Option<TableId>) -> bool {
     table.is_some_and(|table| cache.has_open_tail(table))
 }
 
+/// Tokens that stay where others hold them when `moved` blocks of a sequence leave: about as many, where there are several
+/// stacks.
+pub(super) fn tokens_staying(cache: &KvCache, table: Option<TableId>, moved: u32) -> u32 {
+    (held(cache, table) - moved) * cache.config().block_size() / cache.num_stacks()
+}
+
 // What a sequence will hold.
+
+/// Blocks that `len` tokens take beyond those that a sequence has.
+pub(super) fn owed(cache: &KvCache, table: Option<TableId>, len: u32) -> u32 {
+    cache.blocks_beyond(table, len, 0)
+}
+
+/// Free blocks that `rows` more rows take, where `reserved` ones are kept for others.
+pub(super) fn for_rows(cache: &KvCache, table: Option<TableId>, rows: u32, reserved: u32) -> u32 {
+    let spare = cache.free_blocks().saturating_sub(reserved);
+    let growth = table.and_then(|table| cache.growth(table, rows, spare).ok());
+    growth.map_or(u32::MAX, |growth| growth.needed())
+}
+
+/// The most rows, up to `rows`, that `free` more blocks hold.
+pub(super) fn rows_within(cache: &KvCache, table: Option<TableId>, rows: u32, free: u32) -> u32 {
+    table.map_or(0, |table| cache.rows_within(table, rows, free))
+}
 
 /// Blocks that last and that a sequence's next token goes into, if they are partly filled when at most `end` tokens are left.
 pub(super) fn tails_within(cache: &KvCache, sequence: &Sequence, end: u32) -> impl Iterator<Item = BlockId> {
@@ -51,23 +74,11 @@ pub(super) fn tails_within(cache: &KvCache, sequence: &Sequence, end: u32) -> im
     table.into_iter().flat_map(move |table| cache.lasting_tails(table, end))
 }
 
-/// The full blocks of its parent that last, and that a branch shares when the outstanding step ends, of `end` tokens at most.
+/// The full blocks of its parent that last, and that a branch shares when the outstanding step ends, of `end` tokens at
+/// most.
 pub(super) fn to_be_shared(cache: &KvCache, sequence: &Sequence, end: u32) -> impl Iterator<Item = BlockId> {
     let fork = sequence.fork();
     fork.into_iter().flat_map(move |fork| cache.lasting_full(fork.parent, fork.at.min(end)))
-}
-
-/// What `rows` more rows of a sequence take, to be carried out by the step, where `reserved` blocks are kept for others.
-pub(super) fn growth(cache: &KvCache, sequence: &Sequence, rows: u32, reserved: u32) -> Option<Growth> {
-    let table = sequence.table()?;
-    let growth = cache.growth(table, rows, cache.free_blocks().saturating_sub(reserved));
-    debug_assert!(growth.is_ok(), "a sequence that runs cannot grow: {growth:?}");
-    growth.ok()
-}
-
-/// The most rows, up to `rows`, that `free` more blocks hold.
-pub(super) fn rows_within(cache: &KvCache, sequence: &Sequence, rows: u32, free: u32) -> u32 {
-    sequence.table().map_or(0, |table| cache.rows_within(table, rows, free))
 }
 
 /// Blocks that a sequence may still need, its own copies of shared last blocks included.
@@ -88,10 +99,4 @@ pub(super) fn at_most(cache: &KvCache, sequence: &Sequence, cut: Option<u32>) ->
 pub(super) fn whole_need(cache: &KvCache, sequence: &Sequence) -> u32 {
     let most = u32::try_from(at_most(cache, sequence, None)).unwrap_or(u32::MAX);
     most.saturating_sub(held(cache, sequence.table()))
-}
-
-/// Tokens that stay where others hold them when `moved` blocks of a sequence leave: about as many, where there are several
-/// stacks.
-pub(super) fn tokens_staying(cache: &KvCache, sequence: &Sequence, moved: u32) -> u32 {
-    (held(cache, sequence.table()) - moved) * cache.config().block_size() / cache.num_stacks()
 }

@@ -75,7 +75,7 @@ impl Turn {
 
     /// What all the rows take that it wants.
     pub(super) fn wanted(&self) -> Budget {
-        Budget::of(self.wants.computed, self.wants.rows())
+        Budget::of(self.wants.computed, self.wants.known + self.wants.drafts)
     }
 }
 

@@ -6,9 +6,9 @@
 use crate::error::CommitError;
 use crate::ids::TokenId;
 use crate::schedule::blocks;
-use crate::schedule::request::{FinishReason, RowResult, StepEvent};
+use crate::schedule::request::{Admission, FinishReason, RowResult, StepEvent};
 use crate::schedule::scheduler::{Index, Scheduler};
-use crate::schedule::sequence::Counts;
+use crate::schedule::sequence::{Counts, Parting};
 use crate::schedule::step_plan::{LogitRow, StepPlan};
 
 impl Scheduler {
@@ -25,7 +25,9 @@ impl Scheduler {
         if self.cache.finish_step() {
             self.sequences.lose(&self.cache);
         }
-        self.resolve_forks();
+        while let Some(index) = self.sequences.pop_pending_fork() {
+            self.resolve_fork(index);
+        }
         let mut first = 0;
         let planned = std::mem::take(&mut self.planned);
         for &index in &planned {
@@ -42,7 +44,9 @@ impl Scheduler {
         self.planned = planned;
         self.planned.clear();
         self.spare_plan = plan;
-        self.forget_own_tails();
+        if self.config.admission == Admission::Guaranteed {
+            self.forget_own_tails();
+        }
         self.stats.steps += 1;
         let waste = self.cache.tail_waste_tokens();
         self.stats.tail_waste_tokens_peak = self.stats.tail_waste_tokens_peak.max(waste);
@@ -53,45 +57,44 @@ impl Scheduler {
     fn commit_sequence(&mut self, index: Index, counts: Counts, answers: Answers<'_>) {
         self.stats.recomputed_tokens += u64::from(counts.again);
         self.stats.prompt_tokens += u64::from(counts.input);
-        let sequence = &self.sequences[index];
-        if sequence.is_aborting() {
+        if counts.is_aborting {
             self.finish(index, FinishReason::Aborted);
             return;
         }
-        let has_parted = sequence.samples().is_empty();
         // One valid result confirms all that was computed before it, and a sequence that asks for none says so itself.
         let valid = |result: &RowResult| *result != RowResult::Invalid;
         if answers.results.iter().any(valid)
             || fault!(InvalidRemembered)
-            || (!sequence.wants_token() && sequence.uncomputed() == 0)
+            || self.sequences[index].is_complete()
         {
             self.register_blocks(index);
         }
-        let finished = if has_parted {
-            self.take_answer(index, answers, 0)
-        } else {
+        let finished = if counts.has_samples {
             match self.part_samples(index, answers) {
                 Carrier::Gone => return,
                 Carrier::Runs => None,
                 Carrier::Finished(reason) => Some(reason),
             }
+        } else {
+            self.take_answer(index, answers, 0)
         };
-        self.give_back(index, counts.planned_end);
+        if counts.has_drafts && !fault!(RefusedDraftsStay) {
+            self.give_back(index);
+        }
         match finished {
             Some(reason) => self.finish(index, reason),
             None => {
                 self.sequences.recount(index, &self.cache);
-                self.settle(index);
+                if counts.is_asked {
+                    self.settle(index);
+                }
             }
         }
     }
 
-    /// Rows of refused drafts return, where the table has `len` tokens and not all of them are computed.
-    fn give_back(&mut self, index: Index, len: u32) {
+    /// Rows of refused drafts return.
+    fn give_back(&mut self, index: Index) {
         let sequence = &self.sequences[index];
-        if sequence.computed() == len || fault!(RefusedDraftsStay) {
-            return;
-        }
         if let Some(table) = sequence.table() {
             let cut = self.cache.truncate(table, sequence.computed());
             debug_assert!(cut.is_ok(), "a committed table is cut to what is computed: {cut:?}");
@@ -131,15 +134,14 @@ impl Scheduler {
     /// The samples of a request part, if its input is computed: each but the first, whose record it was, takes a table of
     /// its own, sharing the input, and each takes its first new token.
     fn part_samples(&mut self, index: Index, answers: Answers<'_>) -> Carrier {
-        let sequence = &self.sequences[index];
-        if sequence.uncomputed() > 0 {
-            return Carrier::Runs;
-        }
-        if sequence.first_alive().is_none() {
-            self.finish(index, FinishReason::Aborted);
-            return Carrier::Gone;
-        }
-        let (samples, aborted) = self.sequences.take_samples(index);
+        let (samples, aborted) = match self.sequences.part_samples(index) {
+            Parting::NotYet => return Carrier::Runs,
+            Parting::NoneAlive => {
+                self.finish(index, FinishReason::Aborted);
+                return Carrier::Gone;
+            }
+            Parting::Now { samples, aborted } => (samples, aborted),
+        };
         let alive = samples.iter().copied().filter(|sample| !aborted.contains(sample)).skip(1);
         // All share the input before any of them goes on from it.
         let others: Vec<Index> = alive.map(|sample| self.split_sample(index, sample)).collect();

@@ -88,8 +88,8 @@ impl Scheduler {
         if sequence.fork().is_some() {
             return blocks::to_be_shared(&self.cache, sequence, u32::MAX).collect();
         }
-        let beyond: Vec<BlockId> = blocks::lasting_beyond(&self.cache, sequence.table(), end).collect();
-        let all = blocks::lasting_beyond(&self.cache, sequence.table(), 0);
-        all.filter(|block| !beyond.contains(block)).collect()
+        let beyond = |end| blocks::lasting_beyond(&self.cache, sequence.table(), end);
+        let behind: Vec<BlockId> = beyond(end).collect();
+        beyond(0).filter(|block| !behind.contains(block)).collect()
     }
 }

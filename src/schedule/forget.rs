@@ -25,8 +25,12 @@ impl Scheduler {
     /// # Complexity
     /// O(blocks of the pool + table entries + sequences · log sequences).
     pub fn forget_device(&mut self) {
-        self.rollback();
-        self.restart_broken();
+        if self.cache.has_step() {
+            self.rollback();
+        }
+        while let Some(table) = self.cache.take_broken_table() {
+            self.restart_broken(table);
+        }
         self.cache.forget_device();
         self.sequences.lose(&self.cache);
         let records: Vec<Index> = self.sequences.all().map(|(index, _)| index).collect();

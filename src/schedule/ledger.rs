@@ -21,6 +21,15 @@ pub(super) struct Ledger {
     given_up: u64,
 }
 
+/// What is reserved, as one sequence sees it.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Reserve {
+    /// Blocks that are reserved for others. Nothing is copied that they would be lacking for.
+    pub(super) for_others: u32,
+    /// Blocks that it must leave alone: none, if what it needs is reserved itself.
+    pub(super) untouchable: u32,
+}
+
 impl Ledger {
     // Promises.
 
@@ -88,22 +97,17 @@ impl Ledger {
         protected.map(|sequence| blocks::still_needed(cache, sequence)).sum()
     }
 
-    /// Those of them that `index` must leave alone: none, if it is protected itself.
-    pub(super) fn reserved_against(&self, index: Index, sequences: &Sequences, cache: &KvCache) -> u32 {
-        if self.num_protected == 0 || sequences[index].is_protected() {
-            return 0;
-        }
-        self.reserved(sequences, cache)
-    }
-
-    /// Those of them that are not for `index`.
-    pub(super) fn reserved_beside(&self, index: Index, sequences: &Sequences, cache: &KvCache) -> u32 {
+    /// The same, as one sequence sees it.
+    pub(super) fn reserve(&self, index: Index, sequences: &Sequences, cache: &KvCache) -> Reserve {
         if self.num_protected == 0 {
-            return 0;
+            return Reserve::default();
         }
-        let sequence = &sequences[index];
-        let own = if sequence.is_protected() { blocks::still_needed(cache, sequence) } else { 0 };
-        self.reserved(sequences, cache) - own
+        let (sequence, all) = (&sequences[index], self.reserved(sequences, cache));
+        if !sequence.is_protected() {
+            return Reserve { for_others: all, untouchable: all };
+        }
+        let own = blocks::still_needed(cache, sequence);
+        Reserve { for_others: all - own, untouchable: 0 }
     }
 
     // What could let somebody in.

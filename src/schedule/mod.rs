@@ -3,9 +3,11 @@
 mod abort;
 mod admission;
 mod blocks;
+mod branch;
 mod budget;
 mod commit;
 mod consistency;
+mod cut;
 mod events;
 mod forget;
 mod ledger;

@@ -5,7 +5,6 @@
 //! step begins where this one ended. Then, unless somebody was preempted, requests in line are let in while rows are
 //! left.
 
-use crate::cache::Growth;
 use crate::error::ConfigError;
 use crate::ids::{SequenceId, TableId};
 use crate::schedule::admission::Lacking;
@@ -33,8 +32,12 @@ impl Scheduler {
     /// # Complexity
     /// O(running sequences + rows + new blocks); a steady decode step allocates nothing on the heap.
     pub fn schedule(&mut self) -> Schedule {
-        self.rollback();
-        self.restart_broken();
+        if self.cache.has_step() {
+            self.rollback();
+        }
+        while let Some(table) = self.cache.take_broken_table() {
+            self.restart_broken(table);
+        }
         if self.cache.check_poison().is_err() {
             return Schedule::Waiting(WaitReason::Poisoned);
         }
@@ -42,7 +45,7 @@ impl Scheduler {
         begin_plan(&mut self.cache, &mut plan);
         let mut budget = Budget { rows: self.config.step_tokens, work: self.config.step_work_budget };
         let lacking = self.fill(&mut plan, &mut budget);
-        if plan.num_rows() > 0 {
+        if !plan.token_ids.is_empty() {
             finish_plan(&self.cache, &mut plan);
             return Schedule::Step(plan);
         }
@@ -82,19 +85,23 @@ impl Scheduler {
 
     /// Plans a step. Returns what the first in line lacks, if it was asked.
     fn fill(&mut self, plan: &mut StepPlan, budget: &mut Budget) -> Option<Lacking> {
-        let displaced = self.displace();
+        let first = self.sequences.first_in_line();
+        let displaced = first.is_some_and(|first| self.displace(first));
         let (start, mut lacking) = (self.stats.preemptions, None);
         loop {
             let before = self.stats.preemptions;
             self.plan_running(plan, budget);
-            if plan.num_rows() == 0 && self.stats.preemptions > before {
+            let has_preempted = self.stats.preemptions > before;
+            if plan.token_ids.is_empty() && has_preempted {
                 // Blocks that the last in order gave up are for those before it.
                 continue;
             }
-            if self.stats.preemptions == start || fault!(AdmittedAfterPreempting) {
+            // Nobody comes into the line while nobody is preempted.
+            let may_admit = first.is_some() && self.stats.preemptions == start;
+            if may_admit || fault!(AdmittedAfterPreempting) {
                 lacking = self.admit(plan, budget, displaced);
             }
-            let ends = plan.num_rows() > 0 || self.sequences.are_idle() || fault!(NoLastResort);
+            let ends = !plan.token_ids.is_empty() || self.sequences.are_idle() || fault!(NoLastResort);
             if ends || std::mem::replace(&mut self.last_resort, true) {
                 self.last_resort = false;
                 return lacking;
@@ -104,16 +111,16 @@ impl Scheduler {
 
     /// Undoes the outstanding plan: growth, copies and lengths. Preemptions and evictions stand.
     pub(super) fn rollback(&mut self) {
-        if !self.cache.has_step() {
-            return;
-        }
-        let swapped = !self.cache.step_swap_outs().is_empty() || !self.cache.step_swap_ins().is_empty();
+        let moves = self.cache.step_moves();
+        let swapped = !moves.swap_outs.is_empty() || !moves.swap_ins.is_empty();
         self.cache.rollback_step();
         let planned = std::mem::take(&mut self.planned);
         for &index in &planned {
             self.sequences.unplan(index, &self.cache);
         }
-        self.resolve_forks();
+        while let Some(index) = self.sequences.pop_pending_fork() {
+            self.resolve_fork(index);
+        }
         if swapped {
             self.undo_swaps();
         }
@@ -159,6 +166,7 @@ impl Scheduler {
             self.turns = turns;
             return;
         }
+        let before = self.stats.preemptions;
         let (mut set_aside, least) = wanted(&turns);
         // A prompt that is being read needs a row, too.
         let takes_turns = !budget.covers(set_aside.plus(least));
@@ -168,7 +176,8 @@ impl Scheduler {
         let last_prompt = share_rows(&mut turns, budget.minus(set_aside).rows, || self.may_let_in());
         for (place, turn) in turns.iter().enumerate() {
             // Somebody before it may have taken its blocks.
-            if self.sequences[turn.index].state() != State::Running {
+            let has_preempted = self.stats.preemptions > before;
+            if has_preempted && self.sequences[turn.index].state() != State::Running {
                 continue;
             }
             let limit = match turn.kind {
@@ -228,17 +237,17 @@ impl Scheduler {
     /// The first in line, and how much was given up so far: what could let it in.
     fn door(&self) -> Option<(Place, u64)> {
         let given_up = self.ledger.given_up() + self.cache.num_expirations();
-        self.sequences.line().first().map(|first| (self.sequences[first].place(), given_up))
+        self.sequences.first_in_line().map(|first| (self.sequences[first].place(), given_up))
     }
 
     /// Lets requests in while rows are left, `only_first` that one that others were preempted for. Returns what the first
     /// one left outside lacks.
     fn admit(&mut self, plan: &mut StepPlan, budget: &mut Budget, only_first: bool) -> Option<Lacking> {
-        while self.sequences.line().first().is_some() {
-            if plan.num_rows() > 0 && (budget.rows == 0 || budget.work == 0) {
+        while let Some(first) = self.sequences.first_in_line() {
+            if !plan.token_ids.is_empty() && (budget.rows == 0 || budget.work == 0) {
                 return None;
             }
-            let admitted = self.admit_next(only_first);
+            let admitted = self.admit_next(first, only_first);
             self.matched.forget();
             let index = match admitted {
                 Ok(index) => index,
@@ -261,29 +270,35 @@ impl Scheduler {
     /// Plans as many of the rows that a sequence wants as budget and blocks allow, making room for at least one.
     fn plan_sequence(&mut self, plan: &mut StepPlan, index: Index, wants: Wants, budget: Budget) -> Planned {
         let Some(table) = self.sequences[index].table() else { return Planned::NoRoom };
-        if self.cache.slides() {
-            self.slide(index, table);
+        let mut rows = wants.known + wants.drafts;
+        if self.slides {
+            rows = self.slide(index, table, rows);
         }
-        let most = wants.rows().min(self.rows_promised(&self.sequences[index]));
-        let mut used = budget.most(wants.computed, most);
+        let mut used = budget.most(wants.computed, rows);
         if used.rows == 0 {
-            if plan.num_rows() > 0 {
+            if !plan.token_ids.is_empty() {
                 return Planned::NoBudget;
             }
             // Progress: a step has at least one row.
             used = Budget::of(wants.computed, 1);
         }
-        let Some(mut growth) = self.growth_of(index, used.rows) else { return Planned::NoRoom };
-        if self.missing_to(index, growth.needed()) > 0 {
+        let reserve = self.ledger.reserve(index, &self.sequences, &self.cache);
+        let free = self.cache.free_blocks();
+        let mut growth = self.cache.growth(table, used.rows, free.saturating_sub(reserve.for_others));
+        let needed = growth.as_ref().map_or(0, |growth| growth.needed());
+        if needed > 0 && needed.saturating_add(reserve.untouchable) > free {
             let rows = self.room_for(index, used.rows);
-            match self.growth_of(index, rows).filter(|_| rows > 0) {
-                Some(smaller) => (growth, used) = (smaller, Budget::of(wants.computed, rows)),
-                None => return Planned::NoRoom,
+            if rows == 0 {
+                return Planned::NoRoom;
             }
+            used = Budget::of(wants.computed, rows);
+            let free = self.cache.free_blocks();
+            growth = self.cache.growth(table, rows, free.saturating_sub(reserve.for_others));
         }
         let sequence = &self.sequences[index];
         let (tokens, drafts) = sequence.row_tokens(used.rows);
-        let Ok(first_row) = push_rows(&mut self.cache, plan, growth, tokens, drafts) else {
+        let first_row = growth.and_then(|growth| push_rows(&mut self.cache, plan, growth, tokens, drafts));
+        let Ok(first_row) = first_row else {
             debug_assert!(false, "blocks were counted before they were taken");
             return Planned::NoRoom;
         };
@@ -292,13 +307,15 @@ impl Scheduler {
         }
         let sequence = &self.sequences[index];
         let logits = sequence.request_logits(&mut plan.logit_rows, first_row, used.rows);
-        self.sequences.plan(index, used.rows, logits, &self.cache);
+        let has_all = !self.slides && used.rows >= wants.known;
+        self.sequences.plan(index, (used.rows, logits), has_all, &self.cache);
         self.planned.push(index);
         Planned::Rows(used)
     }
 
-    /// Gives back what a sequence's rows do not see any more.
-    fn slide(&mut self, index: Index, table: TableId) {
+    /// Gives back what a sequence's rows do not see any more. Returns the most of `rows` rows for which its windows hold no
+    /// more than is promised to it, or reserved.
+    fn slide(&mut self, index: Index, table: TableId, rows: u32) -> u32 {
         self.cache.slide(table);
         self.sequences.recount(index, &self.cache);
         // What it leaves pinned behind its window does not take what is promised.
@@ -307,31 +324,22 @@ impl Scheduler {
                 break;
             }
         }
-    }
-
-    /// The most rows for which a sequence's windows hold no more than is promised to it, or reserved.
-    fn rows_promised(&self, sequence: &Sequence) -> u32 {
-        match sequence.is_promised() || sequence.is_protected() {
-            true if self.cache.slides() => self.cache.rows_at_most(),
-            _ => u32::MAX,
-        }
-    }
-
-    /// What `rows` more rows take.
-    fn growth_of(&self, index: Index, rows: u32) -> Option<Growth> {
-        let reserved = self.ledger.reserved_beside(index, &self.sequences, &self.cache);
-        blocks::growth(&self.cache, &self.sequences[index], rows, reserved)
+        let sequence = &self.sequences[index];
+        let is_bound = sequence.is_promised() || sequence.is_protected();
+        if is_bound { rows.min(self.cache.rows_at_most()) } else { rows }
     }
 
     /// Free blocks that `rows` more rows take.
     fn blocks_for_rows(&self, index: Index, rows: u32) -> u32 {
-        self.growth_of(index, rows).map_or(u32::MAX, |growth| growth.needed())
+        let reserve = self.ledger.reserve(index, &self.sequences, &self.cache);
+        blocks::for_rows(&self.cache, self.sequences[index].table(), rows, reserve.for_others)
     }
 
     /// Makes room for as many of `rows` rows as possible. Idle content gives way to all of them, running sequences only
     /// to the first block's. Returns the rows that fit then.
     fn room_for(&mut self, index: Index, rows: u32) -> u32 {
-        let fit = blocks::rows_within(&self.cache, &self.sequences[index], rows, self.available_to(index));
+        let table = self.sequences[index].table();
+        let fit = blocks::rows_within(&self.cache, table, rows, self.available_to(index));
         let mut wanted = rows;
         while wanted > fit {
             if self.make_room(index, self.blocks_for_rows(index, wanted), false) {

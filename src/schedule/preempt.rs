@@ -33,15 +33,13 @@ impl Scheduler {
         }
     }
 
-    /// Sequences whose blocks did not come back although their step was committed are computed again.
-    pub(super) fn restart_broken(&mut self) {
-        while let Some(table) = self.cache.take_broken_table() {
-            let has_it = |&(_, sequence): &(Index, &Sequence)| sequence.table() == Some(table);
-            let Some((index, _)) = self.sequences.all().find(has_it) else { continue };
-            self.restart(index);
-            if self.sequences[index].state() == State::Running {
-                self.requeue(index);
-            }
+    /// A sequence whose blocks did not come back although its step was committed is computed again.
+    pub(super) fn restart_broken(&mut self, table: TableId) {
+        let has_it = |&(_, sequence): &(Index, &Sequence)| sequence.table() == Some(table);
+        let Some((index, _)) = self.sequences.all().find(has_it) else { return };
+        self.restart(index);
+        if self.sequences[index].state() == State::Running {
+            self.requeue(index);
         }
     }
 
@@ -112,7 +110,7 @@ impl Scheduler {
     fn cost_of(&self, index: Index, spared: Option<TableId>) -> Cost {
         let (config, sequence) = (self.cache.config(), &self.sequences[index]);
         let blocks = sequence.table().map_or(0, |table| self.cache.swappable_blocks(table, spared));
-        let shared = || blocks::tokens_staying(&self.cache, sequence, blocks);
+        let shared = || blocks::tokens_staying(&self.cache, sequence.table(), blocks);
         Cost {
             blocks,
             block_bytes: config.bytes_per_block(),
@@ -157,18 +155,14 @@ impl Scheduler {
         }
     }
 
-    /// Preempts sequences of lower classes for the first in line, if it cannot be let in otherwise and that lets it in.
+    /// Preempts sequences of lower classes for `first`, the first in line, if it cannot be let in otherwise and that lets it in.
     /// Returns whether it did: then this step lets in nobody else (I9).
-    pub(super) fn displace(&mut self) -> bool {
-        let Some(first) = self.sequences.line().first() else { return false };
-        if self.sequences.running().is_empty() {
+    pub(super) fn displace(&mut self, first: Index) -> bool {
+        if !self.is_overcommitted() || !self.sequences.runs_below(first) {
             return false;
         }
         let sequence = &self.sequences[first];
-        let (priority, place, width) = (sequence.priority(), sequence.place(), sequence.width());
-        if !self.is_overcommitted() || self.sequences.running_below(priority) == 0 {
-            return false;
-        }
+        let (priority, place) = (sequence.priority(), sequence.place());
         if sequence.table().is_some_and(|table| !self.cache.can_return(table)) {
             return false;
         }
@@ -177,7 +171,7 @@ impl Scheduler {
             other.priority() > priority && other.place() > place && !other.is_protected()
         };
         let excess = |scheduler: &Self| {
-            (scheduler.sequences.sums().running + width).saturating_sub(scheduler.max_running())
+            scheduler.sequences.num_running_with(first).saturating_sub(scheduler.max_running)
         };
         let lower = self.sequences.running().iter().copied().filter(|&other| is_lower(self, other));
         let most: u32 = lower.map(|other| self.sequences[other].width()).sum();

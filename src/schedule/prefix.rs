@@ -3,8 +3,9 @@
 //! A sequence's full blocks are registered when a step of it commits with a valid result: that confirms all its tokens so
 //! far. So what an invalid or aborted sequence computed, and nobody has confirmed, is never found by others (I6).
 
-use crate::cache::{MissReason, PrefixMatch};
+use crate::cache::PrefixMatch;
 use crate::ids::TableId;
+use crate::schedule::admission::Lacking;
 use crate::schedule::request::{DuplicatePrompts, PrefixReport};
 use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::Sequences;
@@ -47,18 +48,13 @@ impl Scheduler {
             return self.matched.forget();
         }
         self.matched.index = Some(index);
-        self.look_up(index);
+        self.sequences.look_up(index, &self.cache, &mut self.matched.found);
     }
 
     /// How many tokens of a sequence the prefix cache has.
     pub(super) fn num_found(&mut self, index: Index) -> u32 {
-        self.look_up(index);
+        self.sequences.look_up(index, &self.cache, &mut self.matched.found);
         self.matched.found.num_tokens
-    }
-
-    fn look_up(&mut self, index: Index) {
-        let sequence = self.sequences.extend_hashes(index, usize::MAX, &self.cache);
-        sequence.find_prefix(&self.cache, &mut self.matched.found);
     }
 
     /// The running sequence that is computing what `index` would compute next, and will be done with it sooner.
@@ -72,79 +68,64 @@ impl Scheduler {
         let sequence = &self.sequences[index];
         let next = found.num_nodes() as usize;
         let hash = sequence.hashes().get(next)?;
-        let block_size = self.cache.node_tokens() as usize;
+        let node_tokens = self.cache.node_tokens() as usize;
         self.sequences.running().iter().copied().find(|&other| {
             let other = &self.sequences[other];
             let comes = other.hashes().get(next) == Some(hash)
                 && other.terms.namespace == sequence.terms.namespace
                 && !other.is_aborting()
-                && (other.confirmed() as usize) < (next + 1) * block_size;
+                && (other.confirmed() as usize) < (next + 1) * node_tokens;
             if !comes {
                 return false;
             }
             let both = other.tokens().iter().zip(sequence.tokens());
             let common = both.take_while(|(a, b)| a == b).count();
-            let gained = (common / block_size).saturating_sub(next) * block_size;
+            let gained = (common / node_tokens).saturating_sub(next) * node_tokens;
             gained > 0 && (other.uncomputed() as usize) < 2 * gained
         })
     }
 
-    /// Gives a sequence's new table what was found for it.
-    pub(super) fn adopt_prefix(&mut self, index: Index, table: TableId) {
-        if self.matched.index.take() != Some(index) {
-            return;
-        }
-        let found = &self.matched.found;
-        let cached = self.cache.adopt(table, found);
+    /// Opens a table for a sequence in line. It begins with what was found, if it is the one at the door.
+    pub(super) fn open_table(&mut self, index: Index) -> Result<TableId, Lacking> {
         let sequence = &self.sequences[index];
-        let (wanted, again) = (sequence.len() - 1, sequence.was_let_in);
-        let report = PrefixReport { cached_tokens: cached, wanted_tokens: wanted, miss: found.miss };
-        if sequence.preemptions > 0 {
-            self.residency.note_found_again(cached, sequence.high_water());
+        let table = self.cache.create(sequence.terms.max_tokens).map_err(|_| Lacking::Table)?;
+        let mut adopted = None;
+        if self.matched.index.take() == Some(index) {
+            let found = &self.matched.found;
+            let cached_tokens = self.cache.adopt(table, found);
+            let report = PrefixReport { cached_tokens, wanted_tokens: sequence.len() - 1, miss: found.miss };
+            let nodes = found.num_nodes();
+            if sequence.preemptions > 0 {
+                self.residency.note_found_again(cached_tokens, sequence.high_water());
+            }
+            if !sequence.terms.retain.is_empty() {
+                self.cache.keep_nodes(table, nodes, &sequence.terms.retain);
+            }
+            self.stats.count_found(report, sequence.was_let_in);
+            adopted = Some((report, nodes));
         }
-        let (retain, nodes) = (&sequence.terms.retain, found.num_nodes());
-        if !retain.is_empty() {
-            self.cache.keep_nodes(table, nodes, retain);
+        if self.sequences.open(index, table, adopted) {
+            self.cache.set_promised(table, true);
+            self.note_tail(index);
         }
-        self.sequences.adopt(index, report, nodes);
-        if again {
-            // What a sequence has computed itself, and finds when it comes back, is no hit.
-            self.stats.prefix_refound_tokens += u64::from(cached);
-        } else {
-            self.count_hit(report);
-        }
-    }
-
-    fn count_hit(&mut self, report: PrefixReport) {
-        self.stats.prefix_hit_tokens += u64::from(report.cached_tokens);
-        self.stats.prefix_wanted_tokens += u64::from(report.wanted_tokens);
-        match report.miss {
-            MissReason::Unseen => self.stats.prefix_misses.unseen += 1,
-            MissReason::Evicted => self.stats.prefix_misses.evicted += 1,
-            MissReason::Expired => self.stats.prefix_misses.expired += 1,
-            MissReason::None | MissReason::Disabled => {}
-        }
+        Ok(table)
     }
 
     /// Lets others find a sequence's full blocks, as far as they are confirmed: all that it has computed.
     pub(super) fn register_blocks(&mut self, index: Index) {
         let sequence = self.sequences.confirm(index);
-        let Some(table) = sequence.table() else { return };
-        let block_size = self.cache.node_tokens();
-        let full = sequence.confirmed() / block_size;
+        let Some(table) = sequence.table().filter(|_| self.config.prefix_cache.is_some()) else { return };
+        let node_tokens = self.cache.node_tokens();
+        let (full, input_len) = (sequence.confirmed() / node_tokens, sequence.terms.input_len);
         let registered = self.cache.registered_nodes(table);
-        if !self.cache.has_prefix_cache() || registered >= full {
+        if registered >= full {
             return;
         }
-        let len = (full * block_size) as usize;
-        let sequence = self.sequences.extend_hashes(index, len, &self.cache);
-        let (terms, tokens) = (&sequence.terms, &sequence.tokens()[..len]);
-        self.cache.register(table, &terms.namespace, tokens, sequence.hashes(), &terms.retain);
-        if (registered + 1) * block_size <= terms.input_len && self.cache.registered_nodes(table) > registered
-        {
+        self.sequences.register(index, table, full * node_tokens, &mut self.cache);
+        if (registered + 1) * node_tokens <= input_len && self.cache.registered_nodes(table) > registered {
             // Those that were refused may find an equal prompt now.
             self.ledger.note_given_up();
-            self.wake_behind(index);
+            self.sequences.wake_behind(index);
         }
     }
 

@@ -72,8 +72,12 @@ impl Scheduler {
     }
 
     pub(super) fn promises(&self) -> Promises<'_> {
-        let at_door = self.matched.found_for_promised(&self.sequences);
-        Promises { cache: &self.cache, sequences: &self.sequences, ledger: &self.ledger, found: at_door }
+        Promises {
+            cache: &self.cache,
+            sequences: &self.sequences,
+            ledger: &self.ledger,
+            found: self.matched.found_for_promised(&self.sequences),
+        }
     }
 }
 
@@ -108,21 +112,20 @@ impl Promises<'_> {
             else {
                 continue;
             };
-            maxima = maxima - blocks::at_most(self.cache, sequence, None)
-                + blocks::at_most(self.cache, sequence, Some(len));
+            let at_most = |cut| blocks::at_most(self.cache, sequence, cut);
+            maxima = maxima - at_most(None) + at_most(Some(len));
             cuts.push((index, len - 1));
-            changes.extend(
-                blocks::lasting_beyond(self.cache, sequence.table(), len - 1).map(|block| (block, -1)),
-            );
+            let cut_off = blocks::lasting_beyond(self.cache, sequence.table(), len - 1);
+            changes.extend(cut_off.map(|block| (block, -1)));
         }
         self.add_forks(considered, &mut changes);
-        let before = changes.len();
+        let others = changes.len();
         let found = self.found.into_iter().flat_map(|found| self.cache.lasting_found(found));
         changes.extend(found.map(|block| (block, 1)));
-        let num_found = (changes.len() - before) as u64;
+        let found = (changes.len() - others) as u64;
         changes.sort_unstable();
         let held = self.changed_holdings(&changes);
-        let uncounted = if fault!(HitNotPromised) { num_found } else { 0 };
+        let uncounted = if fault!(HitNotPromised) { found } else { 0 };
         let copies = if fault!(CopyNotPromised) { 0 } else { self.copies(&cuts, &changes) };
         let needed = maxima.saturating_sub(held.entries) + u64::from(held.held + held.pinned) + copies;
         u32::try_from(needed.saturating_sub(uncounted)).unwrap_or(u32::MAX)
@@ -169,8 +172,9 @@ impl Promises<'_> {
         let whole = self.ledger.shared_tails().filter(|index| !is_cut(index)).map(|index| (index, u32::MAX));
         let mut tails: Vec<BlockId> = Vec::new();
         for (index, end) in whole.chain(cuts.iter().copied()) {
-            let sequence = self.sequences.get(index).into_iter();
-            tails.extend(sequence.flat_map(|sequence| blocks::tails_within(self.cache, sequence, end)));
+            if let Some(sequence) = self.sequences.get(index) {
+                tails.extend(blocks::tails_within(self.cache, sequence, end));
+            }
         }
         tails.sort_unstable();
         let copies = tails.chunk_by(|a, b| a == b).map(|writers| {

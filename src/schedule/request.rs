@@ -510,3 +510,22 @@ pub struct SchedulerStats {
     /// The pool.
     pub cache: CacheStats,
 }
+
+impl SchedulerStats {
+    /// A sequence is let in, `again` in its current turn or for the first time: what the prefix cache had of it.
+    pub(super) fn count_found(&mut self, found: PrefixReport, again: bool) {
+        if again {
+            // What a sequence has computed itself, and finds when it comes back, is no hit.
+            self.prefix_refound_tokens += u64::from(found.cached_tokens);
+            return;
+        }
+        self.prefix_hit_tokens += u64::from(found.cached_tokens);
+        self.prefix_wanted_tokens += u64::from(found.wanted_tokens);
+        match found.miss {
+            MissReason::Unseen => self.prefix_misses.unseen += 1,
+            MissReason::Evicted => self.prefix_misses.evicted += 1,
+            MissReason::Expired => self.prefix_misses.expired += 1,
+            MissReason::None | MissReason::Disabled => {}
+        }
+    }
+}

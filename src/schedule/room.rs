@@ -144,8 +144,8 @@ impl Scheduler {
 
     /// Free blocks that `index` may take.
     pub(super) fn available_to(&self, index: Index) -> u32 {
-        let reserved = self.ledger.reserved_against(index, &self.sequences, &self.cache);
-        self.cache.free_blocks().saturating_sub(reserved)
+        let reserve = self.ledger.reserve(index, &self.sequences, &self.cache);
+        self.cache.free_blocks().saturating_sub(reserve.untouchable)
     }
 
     /// Blocks that must become free before `index` may take `needed`.
@@ -153,8 +153,8 @@ impl Scheduler {
         if needed == 0 {
             return 0;
         }
-        let reserved = self.ledger.reserved_against(index, &self.sequences, &self.cache);
-        needed.saturating_add(reserved).saturating_sub(self.cache.free_blocks())
+        let reserve = self.ledger.reserve(index, &self.sequences, &self.cache);
+        needed.saturating_add(reserve.untouchable).saturating_sub(self.cache.free_blocks())
     }
 
     /// Who holds what, for a choice of victims.

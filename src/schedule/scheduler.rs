@@ -1,7 +1,7 @@
 //! [`Scheduler`]: takes requests, plans steps, takes results. It coordinates owners, each of which alone changes what it
 //! has: `Sequences` the records and their queues, `Ledger` what is promised and reserved, `Residency` what swapping costs,
-//! `Events` what is not told yet, `KvCache` the blocks. This file holds what an application does between steps; `transitions`
-//! moves a sequence through several owners at once, `planner` makes the plan, `admission` is the queue's door, `promise` and
+//! `Events` what is not told yet, `KvCache` the blocks. This file holds requests and questions between steps, `branch`
+//! and `cut` what else an application does then; `transitions` moves a sequence through several owners at once, `planner` makes the plan, `admission` is the queue's door, `promise` and
 //! `room` decide who may have blocks, `commit` takes the results, `abort` ends sequences before their time.
 //!
 //! A step is planned, recorded, submitted, and committed; one is outstanding at a time. What an application does to a
@@ -50,7 +50,11 @@ pub(super) type Index = usize;
 #[derive(Debug)]
 pub struct Scheduler {
     pub(super) config: SchedulerConfig,
+    /// Sequences that run at a time, samples one by one.
+    pub(super) max_running: u32,
     pub(super) cache: KvCache,
+    /// Whether there are windows, behind which sequences give blocks back while they live.
+    pub(super) slides: bool,
     pub(super) sequences: Sequences,
     pub(super) ledger: Ledger,
     pub(super) residency: Residency,
@@ -85,6 +89,8 @@ impl Scheduler {
             cache.enable_prefix_cache(prefix_cache.max_cached_blocks)?;
         }
         Ok(Self {
+            max_running: config.max_running.unwrap_or(cache.config().max_sequences()),
+            slides: cache.slides(),
             config,
             cache,
             sequences: Sequences::default(),
@@ -185,177 +191,6 @@ impl Scheduler {
         checked
     }
 
-    /// A new request that begins with the first `at` tokens of `parent` and goes on with the request's tokens. Blocks
-    /// that hold the common part are shared, as far as they are computed; nothing is copied until one of the two writes
-    /// into a shared block.
-    ///
-    /// # Errors
-    /// [`RequestError::Unknown`], [`RequestError::BeyondLength`] when `at` exceeds the parent's tokens, the errors of
-    /// [`add`](Self::add), and under guaranteed admission [`RequestError::PromiseExceeded`] where the request does not say
-    /// that it [may wait](Request::may_wait). Nothing has changed then. A branch that waits shares what the prefix cache
-    /// has of it when it is let in.
-    pub fn fork(
-        &mut self,
-        parent: impl Into<SequenceId>,
-        at: usize,
-        request: Request,
-    ) -> Result<RequestId, RequestError> {
-        self.cache.check_poison()?;
-        let parent = self.find(parent.into())?;
-        let source = &self.sequences[parent];
-        let len = source.tokens_left().len();
-        if at > len {
-            return Err(RequestError::BeyondLength { tokens: at, len });
-        }
-        let len = at + request.tokens.len();
-        if len == 0 {
-            return Err(RequestError::EmptyPrompt);
-        }
-        let max_tokens = self.declared_maximum(len, &request)?;
-        self.check_samples(request.samples)?;
-        self.check_fits(len as u32, max_tokens, request.samples)?;
-        // Committed tokens only, and not all of the child's (I6).
-        let shared = (at as u32).min(source.computed()).min(len as u32 - 1);
-        let reaches = source.table().is_some_and(|table| self.cache.reaches(table, shared));
-        let shared = if reaches { shared } else { 0 };
-        let may_wait = request.may_wait;
-        let (id, rank) = (self.sequences.new_request(self.cache.instance()), self.rank(request.priority));
-        let (origin, named) = ((parent, at, shared), (id.sample(0), request));
-        let index = self.sequences.add_branch(origin, named, max_tokens, rank);
-        // From now on the sum of promises knows of the blocks to be shared.
-        self.set_promised(index, self.config.admission == Admission::Guaranteed);
-        self.sequences.enqueue(index, &self.cache);
-        match self.share_or_go_alone(index, parent) {
-            Err(RequestError::PromiseExceeded { .. }) if may_wait => self.go_alone(index),
-            Err(error) => {
-                self.end(index);
-                return Err(error);
-            }
-            Ok(()) => {}
-        }
-        let parent_record = &self.sequences[parent];
-        if parent_record.is_promised() {
-            // Its last block is about to be shared.
-            self.ledger.note_shared_tail(parent);
-        }
-        if !parent_record.is_planned() {
-            self.resolve_fork(index);
-        }
-        Ok(id)
-    }
-
-    /// Promises a branch what it needs, and sets tables aside for it. Where none are left it shares nothing, and is
-    /// computed alone.
-    fn share_or_go_alone(&mut self, index: Index, parent: Index) -> Result<(), RequestError> {
-        let guaranteed = self.config.admission == Admission::Guaranteed;
-        if guaranteed {
-            self.promises().check(None)?;
-        }
-        if self.sequences[index].fork().is_some() && !self.ensure_tables(index, Some(parent)) {
-            self.sequences.take_fork(index, &self.cache);
-            if guaranteed {
-                self.promises().check(None)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// A branch shares nothing and is promised nothing: it waits in line like any other request.
-    fn go_alone(&mut self, index: Index) {
-        self.sequences.take_fork(index, &self.cache);
-        self.set_promised(index, false);
-        self.sequences.forget_parent(index);
-    }
-
-    /// Cuts a sequence to its first `len` tokens; a running one generates again from there, up to the same maximum. What a
-    /// step that is outstanding answers for it is not told, and lost.
-    ///
-    /// # Errors
-    /// [`RequestError::Unknown`], [`RequestError::BeyondLength`] when it is shorter, [`RequestError::EmptyPrompt`] for 0;
-    /// under guaranteed admission [`RequestError::PromiseExceeded`] when the cut gives up blocks that others hold, and
-    /// what it will need instead cannot be promised, and [`RequestError::NeverFits`] when samples that share less would
-    /// exceed the pool.
-    pub fn truncate(&mut self, sequence: impl Into<SequenceId>, len: usize) -> Result<(), RequestError> {
-        self.cache.check_poison()?;
-        let index = self.find(sequence.into())?;
-        let sequence = &self.sequences[index];
-        let current = sequence.tokens_left().len();
-        if len > current {
-            return Err(RequestError::BeyondLength { tokens: len, len: current });
-        }
-        if len == 0 {
-            return Err(RequestError::EmptyPrompt);
-        }
-        let len = len as u32;
-        let earlier = sequence.cut();
-        if sequence.state() != State::Kept {
-            let input_len = sequence.terms.input_len.min(len);
-            self.check_fits(input_len, sequence.terms.max_tokens, sequence.width())?;
-        }
-        let is_promised = sequence.is_promised();
-        let is_late = self.set_cut(index, Some(len));
-        if is_promised {
-            let considered = Some(index).filter(|_| !is_late);
-            if let Err(error) = self.promises().check(considered) {
-                self.set_cut(index, earlier);
-                return Err(error);
-            }
-        }
-        if !is_late {
-            self.make_cut(index);
-        }
-        Ok(())
-    }
-
-    /// Notes to which length a sequence is to be cut, if at all: now, or when the outstanding step ends. Returns whether it
-    /// is then.
-    fn set_cut(&mut self, index: Index, len: Option<u32>) -> bool {
-        let is_late = self.sequences.set_cut(index, len);
-        self.ledger.note_late_cut(index, is_late);
-        is_late
-    }
-
-    /// Makes a cut that was asked for.
-    pub(super) fn make_cut(&mut self, index: Index) {
-        if !self.sequences.make_cut(index, self.cache.node_tokens()) {
-            return;
-        }
-        self.ledger.note_late_cut(index, false);
-        let is_behind = self.cut_table(index);
-        self.ledger.note_given_up();
-        self.renew_promise(index);
-        self.sequences.recount(index, &self.cache);
-        self.wake_behind(index);
-        // What was pinned after the cut was promised does not keep its blocks.
-        while self.sequences[index].is_promised() && self.promises().check(None).is_err() {
-            if self.cache.give_up_pins(self.cache.free_blocks() + 1) == 0 {
-                break;
-            }
-        }
-        // Shared blocks that it gave up are not free, so what it needs instead may not be there any more: then it is let
-        // in again when everything can be reserved (I9).
-        let sequence = &self.sequences[index];
-        let is_short = sequence.is_protected() && self.reserved_blocks() > self.cache.free_blocks();
-        if is_short || is_behind && sequence.state() == State::Running {
-            self.restart(index);
-            self.requeue(index);
-        }
-    }
-
-    /// Cuts a sequence's table to what is computed. Where a window has left behind what the next row would see, the sequence
-    /// gives it up and is computed again. Returns whether it did.
-    fn cut_table(&mut self, index: Index) -> bool {
-        let sequence = &self.sequences[index];
-        let Some(table) = sequence.table() else { return false };
-        if !self.cache.reaches(table, sequence.computed()) {
-            self.restart(index);
-            return true;
-        }
-        let cut = self.cache.truncate(table, sequence.computed());
-        debug_assert!(cut.is_ok(), "a table that no step writes through is cut: {cut:?}");
-        false
-    }
-
     /// Drafts for a sequence's next step: the step computes one row for each, and the application answers with
     /// [`RowResult::Accepted`](crate::RowResult::Accepted). They replace earlier ones; those beyond the declared maximum
     /// or the step's budget are left out. A commit forgets them, used or not: what follows its new token is unknown yet.
@@ -409,7 +244,7 @@ impl Scheduler {
 
     // Checks at the door.
 
-    fn declared_maximum(&self, len: usize, request: &Request) -> Result<u32, RequestError> {
+    pub(super) fn declared_maximum(&self, len: usize, request: &Request) -> Result<u32, RequestError> {
         let config = self.cache.config();
         let max_tokens = config.max_sequence_tokens();
         let needed = len as u64 + u64::from(request.max_new_tokens.unwrap_or(0));
@@ -424,7 +259,7 @@ impl Scheduler {
     }
 
     /// Whether the request could run alone in an empty pool.
-    fn check_fits(&self, len: u32, max_tokens: u32, samples: u32) -> Result<(), RequestError> {
+    pub(super) fn check_fits(&self, len: u32, max_tokens: u32, samples: u32) -> Result<(), RequestError> {
         let needed_blocks = match self.config.admission {
             Admission::Guaranteed => self.cache.side_by_side(len, max_tokens, samples),
             // Samples that do not fit side by side run one after the other.
@@ -441,12 +276,8 @@ impl Scheduler {
         self.config.admission != Admission::Guaranteed
     }
 
-    pub(super) fn max_running(&self) -> u32 {
-        self.config.max_running.unwrap_or(self.cache.config().max_sequences())
-    }
-
-    fn check_samples(&self, samples: u32) -> Result<(), RequestError> {
-        let max = self.max_running();
+    pub(super) fn check_samples(&self, samples: u32) -> Result<(), RequestError> {
+        let max = self.max_running;
         if samples == 0 || samples > max { Err(RequestError::Samples { samples, max }) } else { Ok(()) }
     }
 
@@ -465,7 +296,7 @@ impl Scheduler {
     }
 
     /// The step at which a request counts as having arrived.
-    fn rank(&self, priority: Priority) -> u64 {
+    pub(super) fn rank(&self, priority: Priority) -> u64 {
         self.stats.steps + u64::from(self.config.ageing_steps) * priority as u64
     }
 }

@@ -27,8 +27,8 @@
 //!
 //! | what changes | functions |
 //! |---|---|
-//! | `computed`, upwards | `adopt` and `share` (what is known already), `count_in` and `push` (rows that were committed) |
-//! | `computed`, downwards | `cut`, `extend` (the last token is computed again), `lose` (blocks that did not arrive), `restart` (all blocks given up) |
+//! | `computed`, upwards | `open`, `share` and `share_all` (what is known already), `count_in` and `push` (rows that were committed) |
+//! | `computed`, downwards | `make_cut`, `extend` (the last token is computed again), `lose` (blocks that did not arrive), `restart` (all blocks given up) |
 //! | place | `add`, `add_branch`, `part` and `extend` (by arrival), `rename` (another sample stands for all); a preempted sequence keeps it |
 //! | what is planned | `plan`, undone by `unplan`, done by `count_in` |
 
@@ -36,16 +36,19 @@ mod consistency;
 mod lengths;
 mod samples;
 mod sequences;
+mod sums;
 
-use crate::cache::{KvCache, Namespace, PrefixMatch, RetainRange};
+use crate::cache::{KvCache, Namespace, RetainRange};
 use crate::ids::{SequenceId, TableId, TokenId};
 use crate::schedule::admission::Lacking;
 use crate::schedule::request::{FinishReason, PrefixReport, Priority, Request};
 use crate::schedule::scheduler::Index;
 use crate::schedule::step_plan::LogitRow;
 pub(super) use lengths::Counts;
+pub(super) use samples::Parting;
 pub(super) use sequences::Sequences;
 use std::sync::Arc;
+use sums::Counted;
 
 /// Place in line, and among those that run: by arrival, a class behind the first as if it came later; the samples of a
 /// request by their number.
@@ -104,17 +107,6 @@ pub(super) struct Terms {
     pub(super) keep: bool,
 }
 
-/// A sequence's part of the sums over those that wait or run.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Counted {
-    /// Running sequences that it stands for.
-    pub(super) running: u32,
-    /// Tables set aside for it and its samples.
-    pub(super) tables: u32,
-    /// Blocks that it was let in for and does not have yet, while it runs and nothing is reserved for it.
-    pub(super) owed: u32,
-}
-
 /// What a sequence wants of the next step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Wants {
@@ -123,12 +115,6 @@ pub(super) struct Wants {
     pub(super) known: u32,
     /// Drafts to verify after them: none until the first token is chosen, none beyond the declared maximum.
     pub(super) drafts: u32,
-}
-
-impl Wants {
-    pub(super) fn rows(self) -> u32 {
-        self.known + self.drafts
-    }
 }
 
 #[derive(Debug)]
@@ -316,11 +302,6 @@ impl Sequence {
         self.samples.len() as u32
     }
 
-    /// Looks it up in the prefix cache, by the hashes that it has.
-    pub(super) fn find_prefix(&self, cache: &KvCache, found: &mut PrefixMatch) {
-        cache.find_match(&self.terms.namespace, &self.tokens, &self.hashes, found);
-    }
-
     pub(super) fn hashes(&self) -> &[u64] {
         &self.hashes
     }
@@ -354,6 +335,12 @@ impl Sequence {
     /// Whether the last row's logits are wanted.
     pub(super) fn wants_token(&self) -> bool {
         (self.tokens.len() as u32) < self.terms.max_tokens
+    }
+
+    /// Whether all of it is computed, and no token is wanted.
+    pub(super) fn is_complete(&self) -> bool {
+        let len = self.tokens.len() as u32;
+        len >= self.terms.max_tokens && len == self.computed
     }
 
     pub(super) fn table(&self) -> Option<TableId> {
@@ -416,32 +403,11 @@ impl Sequence {
         (self.samples.len() as u32).max(1)
     }
 
-    /// What it adds to the sums while it is in line or runs.
-    pub(super) fn count(&self, cache: &KvCache) -> Counted {
-        let width = (self.samples.len() as u32).max(1);
-        // Tables that it will need beside its own: for samples that have not parted, and where it shares its parent's
-        // blocks when the outstanding step has ended.
-        let tables = match (self.table, self.fork) {
-            (Some(_), _) => width - 1,
-            (None, Some(_)) => width,
-            (None, None) => 0,
-        };
-        match self.state {
-            State::Running if self.protected => Counted { running: width, tables, owed: 0 },
-            State::Running => {
-                let owed = cache.blocks_beyond(self.table, self.len(), 0);
-                Counted { running: width, tables, owed }
-            }
-            _ => Counted { running: 0, tables, owed: 0 },
-        }
-    }
-
     /// Growing to the declared maximum reallocates nothing.
     fn reserve(&mut self, cache: &KvCache) {
-        let (tokens, blocks) =
-            (self.terms.max_tokens, cache.config().layout().blocks_for(self.terms.max_tokens));
-        self.tokens.reserve((tokens as usize).saturating_sub(self.tokens.len()));
-        self.hashes.reserve((blocks as usize).saturating_sub(self.hashes.len()));
+        let (tokens, nodes) = (self.terms.max_tokens as usize, cache.nodes_of(self.terms.max_tokens));
+        self.tokens.reserve(tokens.saturating_sub(self.tokens.len()));
+        self.hashes.reserve(nodes.saturating_sub(self.hashes.len()));
     }
 
     /// Why it has ended, now that all its tokens are there.

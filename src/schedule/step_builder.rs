@@ -21,12 +21,13 @@ pub struct StepBuilder<'a> {
 pub(super) fn begin_plan(cache: &mut KvCache, plan: &mut StepPlan) {
     plan.clear();
     plan.step = cache.begin_step();
-    plan.cache_instance = cache.instance();
-    plan.fingerprint = cache.fingerprint();
-    plan.forgotten_devices = cache.forgotten_devices();
-    plan.last_committed = cache.last_committed();
+    let origin = cache.origin();
+    plan.cache_instance = origin.instance;
+    plan.fingerprint = origin.fingerprint;
+    plan.forgotten_devices = origin.forgotten_devices;
+    plan.last_committed = origin.last_committed;
     plan.query_starts.push(0);
-    plan.stacks.resize_with(cache.num_stacks() as usize, StackPlan::default);
+    plan.stacks.resize_with(origin.num_stacks as usize, StackPlan::default);
 }
 
 /// Appends `tokens`, then `drafts`, to the table that `growth` is for and plans one row for each. Returns the first row. All
@@ -79,9 +80,10 @@ pub(super) fn push_rows(
 
 /// Hands over the copies and swaps that the step has asked for.
 pub(super) fn finish_plan(cache: &KvCache, plan: &mut StepPlan) {
-    plan.swap_outs.extend_from_slice(cache.step_swap_outs());
-    plan.swap_ins.extend_from_slice(cache.step_swap_ins());
-    plan.block_copies.extend_from_slice(cache.step_copies());
+    let moves = cache.step_moves();
+    plan.swap_outs.extend_from_slice(moves.swap_outs);
+    plan.swap_ins.extend_from_slice(moves.swap_ins);
+    plan.block_copies.extend_from_slice(moves.copies);
 }
 
 impl<'a> StepBuilder<'a> {

@@ -52,22 +52,4 @@ impl Scheduler {
             self.ledger.note_protected(protected);
         }
     }
-
-    /// Shares the parent's blocks with a sequence that forked while the parent's step was outstanding.
-    pub(super) fn resolve_fork(&mut self, index: Index) {
-        let Some(fork) = self.sequences.take_fork(index, &self.cache) else { return };
-        // Without a table or with the parent gone, the sequence is computed alone.
-        let max_tokens = self.sequences[index].terms.max_tokens;
-        if let Ok(table) = self.cache.fork(fork.parent, fork.at, max_tokens) {
-            self.set_table(index, table);
-            self.sequences.share(index, fork.at);
-            self.note_tail(index);
-        }
-    }
-
-    pub(super) fn resolve_forks(&mut self) {
-        while let Some(index) = self.sequences.pop_pending_fork() {
-            self.resolve_fork(index);
-        }
-    }
 }

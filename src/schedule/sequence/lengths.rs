@@ -1,23 +1,29 @@
 //! How far a sequence is computed, and what holds it: the only writer of lengths, tables and rows in the step.
 
-use crate::cache::KvCache;
+use crate::cache::{KvCache, PrefixMatch};
 use crate::ids::{SequenceId, TableId, TokenId};
 use crate::schedule::admission::Lacking;
 use crate::schedule::request::{FinishReason, PrefixReport};
 use crate::schedule::scheduler::Index;
 use crate::schedule::sequence::{Sequence, Sequences, State};
 
-/// What a committed step has computed of a sequence.
+/// What a commit needs to know of a sequence whose rows it has counted in.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::schedule) struct Counts {
-    /// Its table's length: rows of drafts that were not accepted are among them.
-    pub(in crate::schedule) planned_end: u32,
     /// Logit rows that it had.
     pub(in crate::schedule) logits: usize,
     /// Rows that were computed before.
     pub(in crate::schedule) again: u32,
     /// Rows of input tokens that were not.
     pub(in crate::schedule) input: u32,
+    /// Whether rows of drafts were among them: those that are refused return.
+    pub(in crate::schedule) has_drafts: bool,
+    /// Whether samples part, once their input is computed.
+    pub(in crate::schedule) has_samples: bool,
+    /// Whether it ends with this step because an application has ended it.
+    pub(in crate::schedule) is_aborting: bool,
+    /// Whether anything was asked of it that is done now.
+    pub(in crate::schedule) is_asked: bool,
 }
 
 impl Sequence {
@@ -40,13 +46,23 @@ impl Sequences {
         promised
     }
 
-    /// Its new table begins with what the prefix cache had of it.
-    pub(in crate::schedule) fn adopt(&mut self, index: Index, prefix: PrefixReport, nodes: u32) {
+    /// A sequence in line has a new table, which begins with what the prefix cache had of it, so many nodes; it is counted
+    /// when it is let in. Returns whether the blocks in it are promised.
+    pub(in crate::schedule) fn open(
+        &mut self,
+        index: Index,
+        table: TableId,
+        found: Option<(PrefixReport, u32)>,
+    ) -> bool {
         let record = self.record(index);
-        let cached = prefix.cached_tokens;
-        (record.computed, record.confirmed) = (cached, cached);
-        record.high_water = record.high_water.max(cached);
-        (record.prefix, record.adopted_nodes) = (prefix, nodes);
+        record.table = Some(table);
+        if let Some((prefix, nodes)) = found {
+            let cached = prefix.cached_tokens;
+            (record.computed, record.confirmed) = (cached, cached);
+            record.high_water = record.high_water.max(cached);
+            (record.prefix, record.adopted_nodes) = (prefix, nodes);
+        }
+        record.promise.is_some()
     }
 
     /// Its new table shares the first `len` tokens of another sequence's, which has computed them; of those, what is
@@ -88,11 +104,21 @@ impl Sequences {
 
     // The outstanding step.
 
-    /// A sequence has rows in the plan.
-    pub(in crate::schedule) fn plan(&mut self, index: Index, rows: u32, logits: u32, cache: &KvCache) {
+    /// A sequence has rows in the plan, and its table has grown for them; now it `has_all` that its tokens take, or is
+    /// counted.
+    pub(in crate::schedule) fn plan(
+        &mut self,
+        index: Index,
+        (rows, logits): (u32, u32),
+        has_all: bool,
+        cache: &KvCache,
+    ) {
         let record = self.record(index);
         (record.planned_rows, record.planned_logits, record.lacking) = (rows, logits, None);
-        self.recount(index, cache);
+        match has_all {
+            true => self.owes_nothing(index),
+            false => self.recount(index, cache),
+        }
     }
 
     /// The plan was dropped, and its table is as before.
@@ -108,14 +134,21 @@ impl Sequences {
         let rows = std::mem::take(&mut record.planned_rows);
         let logits = std::mem::take(&mut record.planned_logits) as usize;
         record.drafts.clear();
-        let before = record.computed;
-        let known = if fault!(DraftsCountedIn) { rows } else { record.uncomputed() };
+        let (before, len) = (record.computed, record.tokens.len() as u32);
+        let known = if fault!(DraftsCountedIn) { rows } else { len - before };
         let end = before + rows.min(known);
         record.computed = end;
         let again = record.high_water.clamp(before, end) - before;
         record.high_water = record.high_water.max(end);
-        let input = record.terms.input_len.clamp(before + again, end) - (before + again);
-        Counts { planned_end: before + rows, logits, again, input }
+        Counts {
+            logits,
+            again,
+            input: record.terms.input_len.clamp(before + again, end) - (before + again),
+            has_drafts: before + rows > len,
+            has_samples: !record.samples.is_empty(),
+            is_aborting: record.aborting,
+            is_asked: record.is_asked(),
+        }
     }
 
     /// A valid result confirms all that is computed.
@@ -150,17 +183,25 @@ impl Sequences {
         Some((record.id, reason))
     }
 
-    /// Brings the hashes of a sequence's full blocks up to date, as far as its first `len` tokens go.
-    pub(in crate::schedule) fn extend_hashes(
+    /// What the prefix cache has of a sequence.
+    pub(in crate::schedule) fn look_up(&mut self, index: Index, cache: &KvCache, found: &mut PrefixMatch) {
+        let Sequence { terms, tokens, hashes, .. } = self.record(index);
+        cache.extend_hashes(&terms.namespace, tokens, hashes);
+        cache.find_match(&terms.namespace, tokens, hashes, found);
+    }
+
+    /// Has the prefix cache know a sequence's first `len` tokens, whole nodes, which are in `table`.
+    pub(in crate::schedule) fn register(
         &mut self,
         index: Index,
-        len: usize,
-        cache: &KvCache,
-    ) -> &Sequence {
-        let record = self.record(index);
-        let len = len.min(record.tokens.len());
-        cache.extend_hashes(&record.terms.namespace, &record.tokens[..len], &mut record.hashes);
-        record
+        table: TableId,
+        len: u32,
+        cache: &mut KvCache,
+    ) {
+        let Sequence { terms, tokens, hashes, .. } = self.record(index);
+        let tokens = &tokens[..len as usize];
+        cache.extend_hashes(&terms.namespace, tokens, hashes);
+        cache.register(table, &terms.namespace, tokens, hashes, &terms.retain);
     }
 
     pub(in crate::schedule) fn note_lacking(&mut self, index: Index, lacking: Option<Lacking>) {

@@ -26,9 +26,9 @@ pub(in crate::schedule) struct Sequences {
     /// Those whose table is forked when the outstanding step ends, in the order in which they came.
     pending_forks: BTreeMap<u64, Index>,
     /// Sums over those in line and running.
-    sums: Counted,
+    pub(super) sums: Counted,
     /// Running records of each class.
-    running_of_class: [u32; Priority::COUNT],
+    pub(super) running_of_class: [u32; Priority::COUNT],
     num_kept: u64,
     num_forks: u64,
     num_requests: u64,
@@ -66,6 +66,11 @@ impl Sequences {
         &self.line
     }
 
+    /// The first of those in line that may be asked.
+    pub(in crate::schedule) fn first_in_line(&self) -> Option<Index> {
+        self.line.first()
+    }
+
     /// Those that are kept, least recently finished first.
     pub(in crate::schedule) fn kept(&self) -> impl ExactSizeIterator<Item = Index> {
         self.kept.values().copied()
@@ -79,39 +84,6 @@ impl Sequences {
     /// Whether nobody runs or waits.
     pub(in crate::schedule) fn are_idle(&self) -> bool {
         self.running.is_empty() && self.line.is_empty()
-    }
-
-    /// Sums over all that wait or run.
-    pub(in crate::schedule) fn sums(&self) -> Counted {
-        self.sums
-    }
-
-    /// Running sequences of lower classes.
-    pub(in crate::schedule) fn running_below(&self, priority: Priority) -> u32 {
-        self.running_of_class[priority as usize + 1..].iter().sum()
-    }
-
-    /// Tables that a sequence and its samples open, and those that are set aside for others: for samples that have not
-    /// parted, and for branches that share when the outstanding step has ended.
-    pub(in crate::schedule) fn tables_wanted(&self, index: Index) -> u32 {
-        let sequence = &self[index];
-        let others = self.sums.tables - sequence.counted.map_or(0, |counted| counted.tables);
-        (sequence.samples.len() as u32).max(1) - u32::from(sequence.table.is_some()) + others
-    }
-
-    /// Blocks that sequences beside `index` were let in for and do not have yet. Those of lower classes that come after it
-    /// step back.
-    pub(in crate::schedule) fn owed_beside(&self, index: Index) -> u32 {
-        let owed_by = |sequence: &Sequence| sequence.counted.map_or(0, |counted| counted.owed);
-        let sequence = &self[index];
-        let owed = self.sums.owed - owed_by(sequence);
-        if self.running_of_class[sequence.priority as usize + 1..].iter().all(|&running| running == 0) {
-            return owed;
-        }
-        let (priority, place) = (sequence.priority, sequence.place());
-        let running = self.running.iter().map(|&other| &self[other]);
-        let back = running.filter(|other| other.priority > priority && other.place() > place);
-        owed - back.map(owed_by).sum::<u32>()
     }
 
     // Coming.
@@ -220,13 +192,14 @@ impl Sequences {
     // Transitions.
 
     /// Waiting -> Running.
-    pub(in crate::schedule) fn let_in(&mut self, index: Index, cache: &KvCache) {
+    pub(in crate::schedule) fn let_in(&mut self, index: Index, cache: &KvCache) -> &Sequence {
         let record = self.record(index);
         record.reserve(cache);
         let (place, behind) = (record.place(), record.behind.take());
         (record.state, record.lacking, record.was_let_in) = (State::Running, None, true);
         self.line.leave(place, behind);
         self.enter_running(index, place, cache);
+        &self[index]
     }
 
     /// Running -> Waiting, at its old place. Returns whether somebody in line stood behind it, and is asked again.
@@ -308,7 +281,9 @@ impl Sequences {
         let record = self.record(index);
         let (state, kept_as) = (record.state, record.kept_as);
         if let Some(before) = record.counted.take() {
-            self.sums.replace(before, Counted::default());
+            self.sums.running -= before.running;
+            self.sums.tables -= before.tables;
+            self.sums.owed -= before.owed;
         }
         match state {
             State::Waiting => self.leave_line(index),
@@ -412,23 +387,5 @@ impl Sequences {
 
     pub(super) fn records(&mut self) -> impl Iterator<Item = &mut Sequence> {
         self.records.iter_mut().flatten()
-    }
-
-    /// Brings the sums over sequences in line and running up to date with this one.
-    pub(in crate::schedule) fn recount(&mut self, index: Index, cache: &KvCache) {
-        let record = self.record(index);
-        if let Some(before) = record.counted {
-            let now = record.count(cache);
-            record.counted = Some(now);
-            self.sums.replace(before, now);
-        }
-    }
-}
-
-impl Counted {
-    fn replace(&mut self, before: Self, now: Self) {
-        self.running = self.running - before.running + now.running;
-        self.tables = self.tables - before.tables + now.tables;
-        self.owed = self.owed - before.owed + now.owed;
     }
 }
