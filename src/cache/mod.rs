@@ -196,10 +196,6 @@ impl KvCache {
         &self.config
     }
 
-    pub(crate) fn fingerprint(&self) -> u64 {
-        self.fingerprint
-    }
-
     /// Tells this cache from every other one in the process.
     pub fn instance(&self) -> u64 {
         self.instance

@@ -339,7 +339,7 @@ impl KvCache {
     pub(crate) fn origin(&self) -> Origin {
         Origin {
             instance: self.instance,
-            fingerprint: self.config.fingerprint(),
+            fingerprint: self.fingerprint,
             forgotten_devices: self.forgotten_devices,
             last_committed: self.last_committed,
             num_stacks: self.lanes.last().map_or(0, |lane| lane.stack + 1),
