@@ -262,7 +262,7 @@ impl CacheConfig {
     }
 
     /// Fails where there is more than one group of layers, or one that does not see everything.
-    fn check_plain(&self) -> Result<(), ConfigError> {
+    pub(crate) fn check_plain(&self) -> Result<(), ConfigError> {
         if self.stacks.are_plain() {
             return Ok(());
         }
