@@ -4,7 +4,7 @@
 //! table goes on to blocks of its own, whatever it shares now.
 
 use crate::cache::KvCache;
-use crate::cache::block_table::Run;
+use crate::cache::block_table::{BlockTable, Run};
 use crate::cache::lane::Lane;
 use crate::ids::{BlockId, TableId};
 
@@ -137,26 +137,28 @@ impl KvCache {
     /// Free blocks that a sequence may still take on its way to `max_tokens`, its own copies of shared last blocks included.
     pub(crate) fn still_needed(&self, table: Option<TableId>, max_tokens: u32) -> u32 {
         let rows = self.rows_at_most;
-        let table = table.and_then(|table| self.live(table).ok());
+        let table = table.map(|table| &self.tables[table.row as usize]);
         let mut needed = 0;
         for (index, lane) in self.lanes.iter().enumerate() {
             let most = lane.most_blocks(max_tokens, rows);
-            let Some((table, run)) = table.map(|table| (table, &table.runs[index])) else {
-                needed += most;
-                continue;
-            };
-            if lane.slides() {
-                // What others hold as well is not free when it falls behind the window.
-                let own = |&&block: &&BlockId| {
-                    self.pool.ref_count(block) == 1 && !self.pool.is_pinned_content(block)
-                };
-                needed += most.saturating_sub(run.blocks.iter().filter(own).count() as u32);
-            } else {
-                let copied = run.borrowed.is_some() || self.shared_tail(table, index).is_some();
-                needed += most.saturating_sub(run.blocks.len() as u32) + u32::from(copied);
-            }
+            let held = table.map_or(0, |table| self.held_for_good(table, lane, &table.runs[index]));
+            needed += most.saturating_sub(held);
         }
         needed
+    }
+
+    /// Blocks of a run that its table will not have to take again: of a shared last block it takes a copy.
+    #[inline]
+    fn held_for_good(&self, table: &BlockTable, lane: &Lane, run: &Run) -> u32 {
+        if lane.slides() {
+            // What others hold as well is not free when it falls behind the window.
+            let own =
+                |&&block: &&BlockId| self.pool.ref_count(block) == 1 && !self.pool.is_pinned_content(block);
+            return run.blocks.iter().filter(own).count() as u32;
+        }
+        let tail = || lane.tail_of(table.len).is_some_and(|entry| self.is_shared_tail(run, entry, table.len));
+        let copied = run.borrowed.is_some() || tail();
+        (run.blocks.len() as u32).saturating_sub(u32::from(copied))
     }
 
     /// The most rows, up to `rows`, that `free` more blocks hold.

@@ -31,6 +31,9 @@ fn best_of(ranges: &[RetainRange], matter: impl Fn(&RetainRange) -> bool) -> Kee
 
 /// How a node of these tokens is kept: it lies within some of `ranges`.
 pub(super) fn keep_of(ranges: &[RetainRange], tokens: Range<u32>) -> Keep {
+    if ranges.is_empty() {
+        return Keep::default();
+    }
     best_of(ranges, |range| range.tokens.start <= tokens.start && tokens.end <= range.tokens.end)
 }
 

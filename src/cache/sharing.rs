@@ -1,7 +1,7 @@
 //! The prefix cache as tables see it: finding and taking what is known, registering what was computed.
 
 use crate::cache::KvCache;
-use crate::cache::keep::{RetainRange, keep_in_window, keep_of};
+use crate::cache::keep::{Keep, RetainRange, keep_in_window, keep_of};
 use crate::cache::prefix_cache::{
     FoundRun, MissReason, Namespace, NodeId, PrefixCache, PrefixMatch, Retention,
 };
@@ -248,7 +248,7 @@ impl KvCache {
         if !self.nodes.is_anchored() {
             return self.asides[row].path[place as usize];
         }
-        let entry = self.nodes.entries_at(&self.lanes[0], place).start;
+        let entry = self.nodes.anchor_of(place).unwrap_or(0);
         NodeId(self.tables[row].runs[0].blocks[entry as usize].0)
     }
 
@@ -314,7 +314,8 @@ impl KvCache {
     pub(crate) fn keep_nodes(&mut self, table: TableId, num_nodes: u32, retain: &[RetainRange]) {
         let row = table.row as usize;
         for place in 0..num_nodes.min(self.tables[row].registered) {
-            self.raise_keep(self.node_at(row, place), place, retain);
+            let keep = keep_of(retain, place * self.node_tokens..(place + 1) * self.node_tokens);
+            self.raise_keep(self.node_at(row, place), place, keep, retain);
         }
     }
 
@@ -335,42 +336,40 @@ impl KvCache {
         let full = (tokens.len() / size) as u32;
         while self.tables[row].registered < full {
             let place = self.tables[row].registered;
-            if !self.has_anchor(row, place) {
+            let anchor = self.anchor_at(row, place);
+            if self.nodes.is_anchored() && anchor.is_none() {
                 return;
             }
             let parent = place.checked_sub(1).map(|before| self.node_at(row, before));
             let (chunk, hash) = (&tokens[place as usize * size..][..size], hashes[place as usize]);
+            let keep = keep_of(retain, place * self.node_tokens..(place + 1) * self.node_tokens);
             let known =
                 self.prefix.as_ref().and_then(|prefix| prefix.find_node(namespace, parent, hash, chunk));
-            let node = match known {
-                Some(known) if self.join(row, place, known) => known,
-                Some(_) => return,
-                None => {
-                    let Some(node) = self.new_node(row, place) else { return };
-                    let keep = keep_of(retain, place * self.node_tokens..(place + 1) * self.node_tokens);
-                    let Some(prefix) = &mut self.prefix else { return };
-                    prefix.insert(node, namespace, parent, hash, chunk, keep.ttl_steps);
-                    self.attach_own(row, place, node, keep.retention);
-                    node
+            if let Some(known) = known {
+                if !self.join(row, place, known) {
+                    return;
                 }
-            };
+                self.step_to(row, known);
+                self.raise_keep(known, place, keep, retain);
+                continue;
+            }
+            let Some(node) = anchor.or_else(|| self.take_number()) else { return };
+            let Some(prefix) = &mut self.prefix else { return };
+            prefix.insert(node, namespace, parent, hash, chunk, keep.ttl_steps);
+            self.attach_own(row, place, node, keep, retain);
             self.step_to(row, node);
-            self.raise_keep(node, place, retain);
+            self.raise_parents(node, keep.retention);
         }
     }
 
-    /// Whether the block that a table's node at `place` goes by is in the pool, if it goes by one.
-    fn has_anchor(&self, row: usize, place: u32) -> bool {
-        let entry = self.nodes.entries_at(&self.lanes[0], place).start;
-        !self.nodes.is_anchored() || self.tables[row].runs[0].block_at(entry).is_some()
+    /// The number that a table's node at `place` goes by, if that is its block's, and the block is in the pool.
+    fn anchor_at(&self, row: usize, place: u32) -> Option<NodeId> {
+        let entry = self.nodes.anchor_of(place)?;
+        self.tables[row].runs[0].block_at(entry).map(|block| NodeId(block.0))
     }
 
-    /// A number for the node that a table's tokens at `place` become.
-    fn new_node(&mut self, row: usize, place: u32) -> Option<NodeId> {
-        if self.nodes.is_anchored() {
-            let entry = self.nodes.entries_at(&self.lanes[0], place).start;
-            return self.tables[row].runs[0].block_at(entry).map(|block| NodeId(block.0));
-        }
+    /// A number for a node that goes by none of its blocks'.
+    fn take_number(&mut self) -> Option<NodeId> {
         loop {
             if let Some(node) = self.nodes.take_number() {
                 return Some(node);
@@ -414,11 +413,14 @@ impl KvCache {
         true
     }
 
-    /// Gives a new node all blocks that a table has of it, essential ones to be kept so well.
-    fn attach_own(&mut self, row: usize, place: u32, node: NodeId, retention: Retention) {
+    /// Gives a new node all blocks that a table has of it, to be kept as `keep` and, behind windows, `retain` say.
+    fn attach_own(&mut self, row: usize, place: u32, node: NodeId, keep: Keep, retain: &[RetainRange]) {
         for lane in 0..self.lanes.len() {
-            let retention = if self.lanes[lane].is_whole() { retention } else { Retention::default() };
             for entry in self.nodes.entries_at(&self.lanes[lane], place) {
+                let retention = match self.lanes[lane].is_whole() {
+                    true => keep.retention,
+                    false => keep_in_window(retain, &self.lanes[lane], entry, self.node_tokens),
+                };
                 self.attach(row, lane, entry, node, retention);
             }
         }
@@ -432,10 +434,9 @@ impl KvCache {
         self.pool.set_cached(own, retention, limited);
     }
 
-    /// Keeps a node for longer, and retains it better, if `retain` says so of the node at `place`. It is retained no worse
-    /// than its children are; blocks of windows are where a hit at the end of what is retained needs them.
-    fn raise_keep(&mut self, node: NodeId, place: u32, retain: &[RetainRange]) {
-        let keep = keep_of(retain, place * self.node_tokens..(place + 1) * self.node_tokens);
+    /// Keeps a node for longer, and retains it better, if `keep` says so of the node at `place`; blocks of windows, where a
+    /// hit at the end of what is retained needs them.
+    fn raise_keep(&mut self, node: NodeId, place: u32, keep: Keep, retain: &[RetainRange]) {
         let Some(prefix) = &mut self.prefix else { return };
         prefix.keep_for(node, keep.ttl_steps);
         let limited = prefix.is_limited(node);
@@ -450,11 +451,17 @@ impl KvCache {
                 self.pool.set_cached(block, retention.max(self.pool.retention(block)), limited);
             }
         }
+        self.raise_parents(node, keep.retention);
+    }
+
+    /// A node is retained no worse than what continues it.
+    fn raise_parents(&mut self, node: NodeId, retention: Retention) {
+        let Some(prefix) = &self.prefix else { return };
         let mut at = prefix.parent(node).filter(|_| self.nodes.is_anchored());
-        while let Some(node) = at.filter(|node| keep.retention > self.pool.retention(BlockId(node.0))) {
+        while let Some(node) = at.filter(|node| retention > self.pool.retention(BlockId(node.0))) {
             let limited = prefix.is_limited(node);
             for (block, _) in self.nodes.blocks_of(node).filter(|&(_, essential)| essential) {
-                self.pool.set_cached(block, keep.retention, limited);
+                self.pool.set_cached(block, retention, limited);
             }
             at = prefix.parent(node);
         }

@@ -150,7 +150,8 @@ impl KvCache {
 
     /// Whether a partly filled block is not its table's to write: others hold it too, or would after a rollback and have
     /// more tokens in it than `len`.
-    fn is_shared_tail(&self, run: &Run, entry: u32, len: u32) -> bool {
+    #[inline]
+    pub(super) fn is_shared_tail(&self, run: &Run, entry: u32, len: u32) -> bool {
         let Some(block) = run.block_at(entry) else { return false };
         let shared = self.pool.ref_count(block) > u32::from(!fault!(LastHolderCopies));
         shared && !fault!(SharedBlockWritten) || self.is_left_longer(block, len)
@@ -182,6 +183,11 @@ impl KvCache {
             let tail = lane.tail_of(table.len).and_then(|entry| run.block_at(entry));
             tail.is_some_and(|tail| self.pool.ref_count(tail) > 1 || self.pool.is_cached(tail))
         })
+    }
+
+    /// Whether the last block of one of a table's runs is the prefix cache's.
+    pub(crate) fn is_borrowing(&self, table: TableId) -> bool {
+        self.live(table).is_ok_and(|table| table.runs.iter().any(|run| run.borrowed.is_some()))
     }
 
     /// Whether the outstanding step copies `block` into another one.

@@ -102,7 +102,12 @@ impl Ledger {
         if self.num_protected == 0 {
             return Reserve::default();
         }
-        let (sequence, all) = (&sequences[index], self.reserved(sequences, cache));
+        let sequence = &sequences[index];
+        // What is kept for others keeps it from copies that it can do without, and from nothing else.
+        if sequence.is_protected() && !sequence.table().is_some_and(|table| cache.is_borrowing(table)) {
+            return Reserve::default();
+        }
+        let all = self.reserved(sequences, cache);
         if !sequence.is_protected() {
             return Reserve { for_others: all, untouchable: all };
         }

@@ -151,7 +151,7 @@ fn record_in_two(app: &mut App<'_>, step: &mut PreparedStep, at_once: bool) -> [
 
 #[test]
 fn each_encoder_that_has_a_part_of_a_step_holds_it() {
-    assert_eq!(SHAPE.num_layers, 2, "a layer for each encoder");
+    assert_eq!(SHAPE.num_layers(), 2, "a layer for each encoder");
     let gpu = noop_device(Limits::default(), Features::empty(), 8..=8);
     let mut app = App::new(&gpu);
     let poll = || gpu.device.poll(wgpu::PollType::wait_indefinitely()).expect("a working device");
@@ -200,7 +200,7 @@ fn wgpu_is_asked_once_in_each_pass_to_say_that_a_step_has_run() {
     app.add(&[7; 4]);
     let plan = app.schedule().expect("a prompt");
     let mut step = app.attention.prepare(&plan).expect("a valid plan");
-    let encoder = app.record(&mut step, SHAPE.num_layers);
+    let encoder = app.record(&mut step, SHAPE.num_layers());
     let told = format!("{encoder:?}");
     // One for the upload, one for the pass.
     assert!(told.contains("on_submitted_work_done_callbacks.len(): 2"), "{told}");
