@@ -226,12 +226,7 @@ impl KvCache {
         for lane in 0..self.lanes.len() {
             self.share_run(parent.row as usize, child.row as usize, lane, at);
         }
-        let entries = self.tables[child.row as usize].runs[0].pool_end();
-        let most = match self.nodes.is_anchored() {
-            true => self.nodes.place_of(&self.lanes[0], entries),
-            false => at.div_ceil(self.node_tokens),
-        };
-        let registered = self.tables[parent.row as usize].registered.min(most);
+        let registered = self.tables[parent.row as usize].registered.min(self.most_nodes(at));
         if self.nodes.is_anchored() {
             self.tables[child.row as usize].registered = registered;
         } else {
@@ -426,7 +421,7 @@ impl KvCache {
                 run.first = lane.first_of(len);
             }
         }
-        self.step_back(row, len.div_ceil(self.node_tokens));
+        self.step_back(row, self.most_nodes(len));
         self.trim_cached();
     }
 

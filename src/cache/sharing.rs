@@ -1,7 +1,9 @@
 //! The prefix cache as tables see it: finding and taking what is known, registering what was computed.
 
 use crate::cache::KvCache;
+use crate::cache::block_table::Run;
 use crate::cache::keep::{RetainRange, keep_in_window, keep_of};
+use crate::cache::lane::Lane;
 use crate::cache::prefix_cache::{
     FoundRun, MissReason, Namespace, NodeId, PrefixCache, PrefixMatch, Retention,
 };
@@ -232,7 +234,8 @@ impl KvCache {
         }
         self.tables[row].len = len;
         self.tables[row].likely_hits[0] = len;
-        for &node in found.nodes.iter().chain(found.partial.iter().map(|(node, _)| node)) {
+        let nodes = found.nodes.iter().chain(found.partial.iter().map(|(node, _)| node));
+        for &node in nodes.take(self.most_nodes(len) as usize) {
             self.step_to(row, node);
         }
         len
@@ -248,6 +251,14 @@ impl KvCache {
         }
         let entry = self.nodes.entries_at(&self.lanes[0], place).start;
         NodeId(table.runs[0].blocks[entry as usize].0)
+    }
+
+    /// How many nodes a table of `len` tokens can be: it has all that is essential of them, if of the last one only the
+    /// beginning.
+    pub(super) fn most_nodes(&self, len: u32) -> u32 {
+        let whole = self.lanes.iter().filter(|lane| lane.is_whole());
+        let of_lane = |lane: &Lane| self.nodes.place_of(lane, lane.end_of(len));
+        whole.map(of_lane).fold(len.div_ceil(self.node_tokens), u32::min)
     }
 
     /// A table is one node more.
@@ -295,8 +306,9 @@ impl KvCache {
                 places -= 1;
             }
             self.step_back(row, places);
-            for (lane, run) in self.lanes.iter().zip(&mut self.tables[row].runs) {
-                run.borrowed = run.borrowed.filter(|&entry| self.nodes.place_of(lane, entry) < places);
+            for run in &mut self.tables[row].runs {
+                let is_known = |&entry: &u32| run.block_at(entry).is_some_and(|block| self.pool.is_cached(block));
+                run.borrowed = run.borrowed.filter(is_known);
             }
         }
     }
@@ -316,7 +328,8 @@ impl KvCache {
     }
 
     /// Registers the full nodes of a table's first tokens, which are committed and valid. Stops at a node that is known
-    /// already while others share this table's own block: replacing it for one of them would leave their order uneven.
+    /// already while others share this table's own block: replacing it for one of them would leave their order uneven. Stops
+    /// also at a node some of whose blocks are another one's.
     pub(crate) fn register(
         &mut self,
         table: TableId,
@@ -343,6 +356,9 @@ impl KvCache {
                 Some(known) if self.join(row, place, known) => known,
                 Some(_) => return,
                 None => {
+                    if self.is_partly_anothers(row, place) {
+                        return;
+                    }
                     let Some(node) = self.new_node(row, place) else { return };
                     let keep = keep_of(retain, place * self.node_tokens..(place + 1) * self.node_tokens);
                     let Some(prefix) = &mut self.prefix else { return };
@@ -360,6 +376,16 @@ impl KvCache {
     fn has_anchor(&self, row: usize, place: u32) -> bool {
         let entry = self.nodes.entries_at(&self.lanes[0], place).start;
         !self.nodes.is_anchored() || self.tables[row].runs[0].block_at(entry).is_some()
+    }
+
+    /// Whether a new node at `place` would share blocks that keep everything with another one, which begins alike: where a
+    /// node has several such blocks, a table may have left the other one after some of them.
+    fn is_partly_anothers(&self, row: usize, place: u32) -> bool {
+        let is_known = |(lane, run): (&Lane, &Run)| {
+            let mut own = self.nodes.entries_at(lane, place).filter_map(|entry| run.block_at(entry));
+            lane.is_whole() && own.any(|own| self.pool.is_cached(own))
+        };
+        !self.nodes.is_simple() && self.lanes.iter().zip(&self.tables[row].runs).any(is_known)
     }
 
     /// A number for the node that a table's tokens at `place` become.
