@@ -182,11 +182,21 @@ impl KvCache {
             })
     }
 
+    /// Leaves out what matches in part. Returns whether there was any.
+    pub(crate) fn drop_partial(&self, found: &mut PrefixMatch) -> bool {
+        let Some((_, rows)) = found.partial.take() else { return false };
+        found.num_tokens -= rows;
+        // A window that ends earlier begins earlier.
+        self.fill_runs(found);
+        true
+    }
+
     fn fill_runs(&self, found: &mut PrefixMatch) {
         found.runs.resize_with(self.lanes.len(), FoundRun::default);
         let PrefixMatch { nodes, partial, runs, num_tokens, .. } = found;
         for (lane, run) in self.lanes.iter().zip(runs) {
             run.first = lane.first_of(*num_tokens);
+            run.blocks.clear();
             for entry in run.first..lane.end_of(*num_tokens) {
                 let place = self.nodes.place_of(lane, entry) as usize;
                 if place >= nodes.len() {

@@ -218,7 +218,7 @@ impl Scheduler {
             let needed = self.blocks_to_enter(index);
             let evictions = self.cache.num_evictions();
             if !self.make_room(index, needed, false) {
-                if self.matched.found.drop_partial() {
+                if self.cache.drop_partial(&mut self.matched.found) {
                     // Without the copy of a block that matches in part, it may fit.
                     continue;
                 }
