@@ -116,7 +116,7 @@ impl Scheduler {
                 };
                 let cut = sequence.truncating.filter(|_| later && sequence.planned_rows > 0);
                 needed += blocks::at_most(&self.cache, sequence, cut, self.most_rows);
-                let end = cut.map_or(u32::MAX, |len| len - 1);
+                let end = cut.map_or(u32::MAX, |_| self.end_of_cut(sequence));
                 for block in self.promised_entries(index, end) {
                     needed -= 1;
                     holders[block.index() as usize] += 1;

@@ -14,6 +14,7 @@ use crate::ids::BlockId;
 use crate::schedule::blocks;
 use crate::schedule::request::Admission;
 use crate::schedule::scheduler::{Index, Scheduler};
+use crate::schedule::sequence::Sequence;
 
 /// A block whose promised holders would be one more or one fewer.
 type Change = (BlockId, i32);
@@ -81,6 +82,16 @@ impl Scheduler {
         self.records[index].as_ref().is_some_and(|sequence| sequence.truncating.is_some())
     }
 
+    /// The tokens whose blocks a sequence keeps when it is cut: none, where a window has left behind what comes next.
+    pub(super) fn end_of_cut(&self, sequence: &Sequence) -> u32 {
+        let Some(len) = sequence.truncating else { return u32::MAX };
+        let left = sequence.computed.min(len - 1);
+        match sequence.table {
+            Some(table) if !self.cache.reaches(table, left) => 0,
+            _ => len - 1,
+        }
+    }
+
     /// Blocks that promised sequences hold and may still need; with `later`, after the cuts that wait for the outstanding
     /// step.
     ///
@@ -97,7 +108,7 @@ impl Scheduler {
         let cut = self.ledger.late_cuts().filter(|_| later).chain(considered);
         for index in cut.filter(|&index| self.is_to_be_cut(index) && self.get(index).is_promised()) {
             let sequence = self.get(index);
-            let end = sequence.truncating.map_or(u32::MAX, |len| len - 1);
+            let end = self.end_of_cut(sequence);
             let at_most = |cut| blocks::at_most(&self.cache, sequence, cut, self.most_rows);
             maxima = maxima - at_most(None) + at_most(sequence.truncating);
             cuts.push((index, end));
