@@ -348,9 +348,9 @@ impl Scheduler {
     fn slide(&mut self, index: Index, table: TableId) {
         self.cache.slide(table);
         self.recount(index);
-        // What it leaves pinned behind its window does not take what is promised.
+        // What it leaves pinned behind its window does not take what is promised, be it that kept sequences hold it, too.
         while self.get(index).is_promised() && self.check_promise(None).is_err() {
-            if self.cache.give_up_pins(self.cache.free_blocks() + 1) == 0 {
+            if self.cache.give_up_pins(self.cache.free_blocks() + 1) == 0 && !self.give_up_pinned_content() {
                 break;
             }
         }
