@@ -436,6 +436,7 @@ impl KvCache {
                 let Some(own) = self.tables[row].runs[lane].block_at(entry) else { continue };
                 match self.nodes.block_at(known, &self.lanes[lane], entry) {
                     Some(other) if other == own || parts(self, lane, entry) => {}
+                    _ if !self.follows(row, lane, entry, known) => {}
                     Some(other) => {
                         self.pool.retain(other);
                         self.replace_block(row, lane, entry, other);
@@ -463,9 +464,25 @@ impl KvCache {
         }
     }
 
+    /// Whether a table has before `entry`, a block of `node`, what the prefix cache has there, or nothing: only then are
+    /// those that share the block alike before it.
+    fn follows(&self, row: usize, lane: usize, entry: u32, node: NodeId) -> bool {
+        let run = &self.tables[row].runs[lane];
+        if self.nodes.is_simple() || entry == run.first {
+            return true;
+        }
+        let lane = &self.lanes[lane];
+        let place = self.nodes.place_of(lane, entry - 1);
+        let node = if place == self.nodes.place_of(lane, entry) { node } else { self.node_at(row, place) };
+        self.nodes.block_at(node, lane, entry - 1) == run.block_at(entry - 1)
+    }
+
     fn attach(&mut self, row: usize, lane: usize, entry: u32, node: NodeId, retention: Retention) {
         let own = self.tables[row].runs[lane].block_at(entry);
         let Some(own) = own.filter(|&own| !self.pool.is_cached(own)) else { return };
+        if !self.follows(row, lane, entry, node) {
+            return;
+        }
         let limited = self.prefix.as_ref().is_some_and(|prefix| prefix.is_limited(node));
         self.nodes.attach(node, &self.lanes[lane], entry, own);
         self.pool.set_cached(own, retention, limited);

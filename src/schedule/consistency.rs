@@ -62,7 +62,7 @@ impl Scheduler {
             for sequence in promised.filter(|sequence| sequence.is_promised()) {
                 let cut = sequence.cut().filter(|_| later && sequence.is_planned());
                 needed += blocks::at_most(&self.cache, sequence, cut);
-                let end = cut.map_or(u32::MAX, |len| len - 1);
+                let end = cut.map_or(u32::MAX, |_| blocks::end_of_cut(&self.cache, sequence));
                 for block in self.promised_entries(sequence, end) {
                     needed -= 1;
                     holders[block.index() as usize] += 1;

@@ -324,9 +324,9 @@ impl Scheduler {
     fn slide(&mut self, index: Index, table: TableId, rows: u32) -> u32 {
         self.cache.slide(table);
         self.sequences.recount(index, &self.cache);
-        // What it leaves pinned behind its window does not take what is promised.
+        // What it leaves pinned behind its window does not take what is promised, be it that kept sequences hold it, too.
         while self.sequences[index].is_promised() && self.promises().check(None).is_err() {
-            if self.cache.give_up_pins(self.cache.free_blocks() + 1) == 0 {
+            if self.cache.give_up_pins(self.cache.free_blocks() + 1) == 0 && !self.give_up_pinned_content() {
                 break;
             }
         }
