@@ -1,4 +1,4 @@
-//! One sequence's map from logical to physical blocks, and its length, which is kept apart from the block count.
+//! One sequence's map from logical to physical blocks, and its length, which is kept beside the block count.
 //!
 //! A table has one *run* per lane: consecutive logical blocks, those in the pool first and those that are swapped out
 //! behind them. Entries before a run are not there, and nothing reads them.

@@ -13,7 +13,7 @@
 //! Only a sequence's next position is ever written, so only its last block can be both written and shared. The first
 //! writer takes a fresh block and the step carries the pair to copy; the last holder writes in place. The source stays
 //! off the free list until the step ends, even when its last holder lets go of it. A holder that left by a copy of the
-//! outstanding step returns if that step is rolled back, and the device may have run it: until the commit nobody writes
+//! outstanding step returns if that step is rolled back, and the device may have run it: until the commit no table writes
 //! over the tokens that it had there.
 
 mod block_pool;
@@ -225,7 +225,7 @@ impl KvCache {
 
     /// A second table that shares the first `at` tokens of `parent` and may grow to `max_tokens`.
     ///
-    /// Nothing is copied: blocks are shared, and whoever first writes into a shared last block copies that one.
+    /// Nothing is copied: blocks are shared, and the first table to write into a shared last block copies that one.
     ///
     /// # Errors
     /// [`CacheError::BeyondLength`] when `at` exceeds the parent's length, [`CacheError::BehindWindow`] when a window has

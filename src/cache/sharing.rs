@@ -64,7 +64,7 @@ impl KvCache {
     }
 
     /// Registers the full blocks of a table's first tokens, `tokens`, so that others find them. Call it when the step
-    /// that computed them is committed and its results are valid. A block that somebody else has registered with the
+    /// that computed them is committed and its results are valid. A block that another table has registered with the
     /// same history takes the place of the table's own.
     ///
     /// # Errors

@@ -29,7 +29,7 @@ pub(super) fn guarded<T>(device: &wgpu::Device, create: impl FnOnce() -> T) -> R
 
 /// Whether the device is lost.
 ///
-/// wgpu says so to nobody but the application's callback: calls on a lost device return as if all was well, and no error
+/// wgpu says so only to the application's callback: calls on a lost device return as if all was well, and no error
 /// scope sees anything. But a buffer that such a device has made cannot be mapped. In a browser it can, and a lost device
 /// is not noticed.
 pub(super) fn is_lost(device: &wgpu::Device) -> bool {

@@ -2,7 +2,7 @@
 //!
 //! What decoding sequences want is set aside first. Each prompt that is being read takes half of the rows left, the last
 //! one all of them, and what is left then goes to the first ones. So a short prompt is read at once while a long one is
-//! read on. While somebody may be let in, whatever half is left is for them.
+//! read on. While a request may be let in, the half that is left is for it.
 
 use crate::schedule::scheduler::Index;
 use crate::schedule::sequence::Wants;
@@ -61,7 +61,7 @@ pub(super) struct Turn {
 /// What a turn is for.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Kind {
-    /// One row per step from here on, drafts apart: they are set aside.
+    /// One row per step from here on, except for drafts: they are set aside.
     Decode,
     /// A prompt that is read, and its share of the rows.
     Prompt(u32),

@@ -5,7 +5,7 @@ use crate::schedule::sequence::State;
 
 impl Scheduler {
     /// Forgets everything that lay on the device: to be called when the device is lost, or when a step was committed that
-    /// never ran there, before the next [`schedule`](Self::schedule). Nobody's tokens are lost, and those generated afterwards are the same.
+    /// never ran there, before the next [`schedule`](Self::schedule). No tokens are lost, and those generated afterwards are the same.
     ///
     /// - A plan that was neither committed nor dropped is rolled back; committing it is
     ///   [`CommitError::StalePlan`](crate::CommitError::StalePlan). What was asked of its sequences meanwhile (abort, fork,
@@ -14,7 +14,7 @@ impl Scheduler {
     ///   blocks were all in the host pool, and had arrived there, comes back from it.
     /// - A kept sequence stays kept; what it had on the device is computed again when it is extended.
     /// - The prefix cache is empty, pinned content included.
-    /// - Under guaranteed admission, whoever was promised its blocks still is, in the order of the line, as far as the pool
+    /// - Under guaranteed admission, a sequence that was promised its blocks still is, in the order of the line, as far as the pool
     ///   holds what sequences now need apart: those that shared blocks may not all run side by side any more. The others
     ///   wait until their blocks can be promised again; none is refused.
     ///

@@ -87,7 +87,7 @@ impl Ledger {
         self.num_protected
     }
 
-    /// Blocks that protected sequences may still need and nobody else may take.
+    /// Blocks that protected sequences may still need and no other may take.
     pub(super) fn reserved(&self, sequences: &Sequences, cache: &KvCache) -> u32 {
         if self.num_protected == 0 {
             return 0;
@@ -115,7 +115,7 @@ impl Ledger {
         Reserve { for_others: all - own, untouchable: 0 }
     }
 
-    // What could let somebody in.
+    // What could let a sequence in.
 
     /// A sequence gave something up: blocks, a table, a place in line, or the need for them.
     pub(super) fn note_given_up(&mut self) {

@@ -2,7 +2,7 @@
 //!
 //! Running sequences come first, in order of arrival; each decoding one has its rows set aside before a prompt's chunk
 //! takes what is left of the budgets. When the budgets do not even cover the decoding ones, they take turns: the next
-//! step begins where this one ended. Then, unless somebody was preempted, requests in line are let in while rows are
+//! step begins where this one ended. Then, unless a sequence was preempted, requests in line are let in while rows are
 //! left.
 
 use crate::cache::Growth;
@@ -97,7 +97,7 @@ impl Scheduler {
                 // Blocks that the last in order gave up are for those before it.
                 continue;
             }
-            // Nobody comes into the line while nobody is preempted.
+            // None comes into the line while none is preempted.
             let may_admit = first.is_some() && self.stats.preemptions == start;
             if may_admit || fault!(AdmittedAfterPreempting) {
                 lacking = self.admit(plan, budget, displaced);
@@ -144,7 +144,7 @@ impl Scheduler {
         }
     }
 
-    /// Carries out what was asked of a sequence while its step was outstanding, its results apart.
+    /// Carries out what was asked of a sequence while its step was outstanding, except for its results.
     pub(super) fn settle(&mut self, index: Index) {
         if !self.sequences.get(index).is_some_and(Sequence::is_asked) {
             return;
@@ -176,7 +176,7 @@ impl Scheduler {
         }
         let last_prompt = share_rows(&mut turns, budget.minus(set_aside).rows, || self.may_let_in());
         for (place, turn) in turns.iter().enumerate() {
-            // Somebody before it may have taken its blocks.
+            // One before it may have taken its blocks.
             let has_preempted = self.stats.preemptions > before;
             if has_preempted && self.sequences[turn.index].state() != State::Running {
                 continue;

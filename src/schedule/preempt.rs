@@ -43,7 +43,7 @@ impl Scheduler {
         }
     }
 
-    /// Takes a sequence's blocks as part of the outstanding step, those apart that `requester` holds, too; a running one
+    /// Takes a sequence's blocks as part of the outstanding step, except those that `requester` holds, too; a running one
     /// goes back into the queue.
     pub(super) fn evict(&mut self, index: Index, requester: Option<Index>) {
         let running = self.sequences[index].state() == State::Running;
@@ -156,7 +156,7 @@ impl Scheduler {
     }
 
     /// Preempts sequences of lower classes for `first`, the first in line, if it cannot be let in otherwise and that lets it in.
-    /// Returns whether it did: then this step lets in nobody else (I9).
+    /// Returns whether it did: then this step lets in no other (I9).
     pub(super) fn displace(&mut self, first: Index) -> bool {
         if !self.is_overcommitted() || !self.sequences.runs_below(first) {
             return false;

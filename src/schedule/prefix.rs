@@ -1,7 +1,7 @@
 //! The prefix cache as requests see it: what a sequence finds when it is let in, whom it waits for, and what it leaves.
 //!
 //! A sequence's full blocks are registered when a step of it commits with a valid result: that confirms all its tokens so
-//! far. So what an invalid or aborted sequence computed, and nobody has confirmed, is never found by others (I6).
+//! far. So what an invalid or aborted sequence computed, and no result has confirmed, is never found by others (I6).
 
 use crate::cache::{KvCache, PrefixMatch};
 use crate::ids::TableId;
@@ -18,7 +18,7 @@ pub(super) struct Matched {
 }
 
 impl Matched {
-    /// Nobody is at the door.
+    /// No sequence is at the door.
     pub(super) fn forget(&mut self) {
         self.index = None;
     }
@@ -28,7 +28,7 @@ impl Matched {
         (self.index == Some(index)).then_some(&self.found)
     }
 
-    /// The same for whoever is there, if that sequence is promised its blocks and has none yet.
+    /// The same for the one that is there, if that sequence is promised its blocks and has none yet.
     pub(super) fn found_for_promised(&self, sequences: &Sequences) -> Option<&PrefixMatch> {
         let sequence = &sequences[self.index?];
         let counts = sequence.is_promised() && sequence.table().is_none() && sequence.fork().is_none();
@@ -139,7 +139,7 @@ impl Scheduler {
         self.cache.register(table, namespace, known, &hashes, &[]);
     }
 
-    /// Nobody finds what an invalid sequence computed, nor what continues it.
+    /// No request finds what an invalid sequence computed, nor what continues it.
     pub(super) fn forget_blocks(&mut self, index: Index) {
         let sequence = &self.sequences[index];
         if let Some(table) = sequence.table() {

@@ -1,6 +1,6 @@
 //! Room (I9): makes room for a sequence, by taking blocks and tables from those that `victims` chooses.
 //!
-//! A sequence for which no room can be made waits in place: whoever comes before it goes on, and frees blocks in the end.
+//! A sequence for which no room can be made waits in place: those before it go on, and free blocks in the end.
 //! Pinned content goes only where a step would have no row at all.
 
 use crate::cache::{KvCache, PrefixMatch};
@@ -51,7 +51,7 @@ impl Scheduler {
             blocks::shared_tails(&scheduler.cache, scheduler.sequences[index].table()).count() as u32
         };
         let shared = shared_tails(self);
-        // When nobody else holds its last block any more, it is not copied.
+        // When no other holds its last block any more, it is not copied.
         let missing = |scheduler: &Self| {
             let saved = shared.saturating_sub(shared_tails(scheduler));
             scheduler.missing_to(index, needed - saved.min(needed))
@@ -122,7 +122,7 @@ impl Scheduler {
             })
     }
 
-    /// Takes idle sequences' tables, `parent`'s apart, until all that `index` and its samples need can be opened. All or
+    /// Takes idle sequences' tables, except `parent`'s, until all that `index` and its samples need can be opened. All or
     /// nothing; returns whether they can.
     pub(super) fn ensure_tables(&mut self, index: Index, parent: Option<Index>) -> bool {
         let missing = self.sequences.tables_wanted(index).saturating_sub(self.cache.free_tables());
@@ -137,7 +137,7 @@ impl Scheduler {
         true
     }
 
-    /// Blocks that protected sequences may still need and nobody else may take.
+    /// Blocks that protected sequences may still need and no other may take.
     pub(super) fn reserved_blocks(&self) -> u32 {
         self.ledger.reserved(&self.sequences, &self.cache)
     }

@@ -70,7 +70,7 @@ pub struct Scheduler {
     pub(super) turns: Vec<Turn>,
     /// Where the budget ran out among decoding sequences: the next step begins with this place.
     pub(super) resume_at: Option<Place>,
-    /// The step that is planned has no rows yet, and nobody finds room by usual means.
+    /// The step that is planned has no rows yet, and no sequence finds room by usual means.
     pub(super) last_resort: bool,
     pub(super) spare_plan: StepPlan,
 }

@@ -81,7 +81,7 @@ impl Sequences {
         self.pending_forks.values().copied()
     }
 
-    /// Whether nobody runs or waits.
+    /// Whether no sequence runs or waits.
     pub(in crate::schedule) fn are_idle(&self) -> bool {
         self.running.is_empty() && self.line.is_empty()
     }
@@ -202,7 +202,7 @@ impl Sequences {
         &self[index]
     }
 
-    /// Running -> Waiting, at its old place. Returns whether somebody in line stood behind it, and is asked again.
+    /// Running -> Waiting, at its old place. Returns whether a sequence in line stood behind it, and is asked again.
     pub(in crate::schedule) fn requeue(&mut self, index: Index, cache: &KvCache) -> bool {
         let woken = self.leave_queue(index);
         let record = self.record(index);
@@ -273,7 +273,7 @@ impl Sequences {
         self.stand_in_line(index);
     }
 
-    /// Takes a sequence out of the queue that its state names. Returns whether somebody in line stood behind it.
+    /// Takes a sequence out of the queue that its state names. Returns whether a sequence in line stood behind it.
     ///
     /// # Complexity
     /// O(log sequences), and for a running one the memory of the indices behind it.
