@@ -53,6 +53,8 @@ impl Scheduler {
             let Some(index) = self.line.first() else { break };
             match self.ask(index) {
                 Ok(()) => return Ok(index),
+                // What others were preempted for stands behind one that runs, now that theirs is gone: nobody else goes.
+                Err(Lacking::Prompt(other)) if only_first => return Err(Lacking::Prompt(other)),
                 Err(Lacking::Prompt(other)) => lacking = Lacking::Prompt(other),
                 Err(other) => {
                     (first, lacking) = (Some(index), other);
