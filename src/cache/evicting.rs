@@ -35,7 +35,7 @@ impl KvCache {
 
     /// Changes whenever something that could be found is not found any more.
     pub(crate) fn num_evictions(&self) -> u64 {
-        self.evictions
+        self.evictions + self.pruned
     }
 
     /// Grows whenever blocks become available because their time has passed.
@@ -72,6 +72,7 @@ impl KvCache {
             prefix.note_eviction(node, MissReason::Evicted);
             prefix.remove(node);
             self.nodes.give_back_number(node);
+            self.pruned += 1;
         }
     }
 

@@ -133,6 +133,8 @@ pub struct KvCache {
     swapped_out: u64,
     swapped_in: u64,
     evictions: u64,
+    /// Nodes that went without a block.
+    pruned: u64,
     expirations: u64,
     /// Tables whose return failed after their step was committed.
     broken_tables: Vec<TableId>,
@@ -182,6 +184,7 @@ impl KvCache {
             swapped_out: 0,
             swapped_in: 0,
             evictions: 0,
+            pruned: 0,
             expirations: 0,
             broken_tables: Vec::new(),
             forgotten_devices: 0,

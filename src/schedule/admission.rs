@@ -45,6 +45,8 @@ impl Scheduler {
         let mut lacking = loop {
             match self.ask(first) {
                 Ok(()) => return Ok(first),
+                // Others were preempted for it, and it stands behind one that runs now that they are gone: nobody goes.
+                Err(Lacking::Prompt(other)) if only_first => return Err(Lacking::Prompt(other)),
                 Err(Lacking::Prompt(other)) => {
                     num_sent += 1;
                     let next = self.sequences.first_in_line().filter(|_| num_sent < MOST_SENT_BEHIND);
