@@ -222,7 +222,7 @@ pub enum CacheError {
         table: TableId,
         /// The length asked for.
         tokens: u32,
-        /// The shortest length that the table can be cut to, or shared up to, beside none.
+        /// The shortest length beyond it that the table can be cut to, or shared up to.
         shortest: u32,
     },
     /// The outstanding step writes through the table.

@@ -15,16 +15,19 @@ mod histories;
 #[path = "../../tests/core/support/model.rs"]
 #[allow(dead_code)]
 mod model;
+#[path = "../../tests/core/support/naive_blocks.rs"]
+mod naive_blocks;
 #[path = "../../tests/core/support/simulated_device.rs"]
 #[allow(dead_code)]
 mod simulated_device;
 mod simulation;
 
 use cache_model::{CacheWorld, cache_operations};
-use histories::{apply, caches, operations, schedulers};
+use histories::{apply, caches, grouped_shapes, operations, plain_shapes, schedulers};
 use model::World;
 use paged_kv::{Admission, ModelShape, PreemptionMode};
-use proptest::strategy::{Strategy, ValueTree};
+use proptest::prop_oneof;
+use proptest::strategy::{Just, Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use simulated_device::{Device, SimulatedDevice};
 use simulation::fake_model;
@@ -33,22 +36,25 @@ use simulation::twin_device::TwinDevice;
 /// Most operations of a history.
 const MOST: usize = 300;
 
-const SHAPE: ModelShape = ModelShape::new(1, 2, 1, 8);
+/// Models of any groups of layers.
+fn shapes() -> impl Strategy<Value = ModelShape> {
+    prop_oneof![plain_shapes(), grouped_shapes()]
+}
 
 /// A scheduler of any configuration, on a device that keeps tokens.
 pub fn scheduler(data: &[u8]) {
-    run::<SimulatedDevice>(data, SHAPE, false);
+    run::<SimulatedDevice>(data, shapes(), false);
 }
 
 /// A scheduler that swaps, on the CPU twins of the kernels and transfers: keys and values leave and return.
 pub fn swap(data: &[u8]) {
-    run::<TwinDevice>(data, fake_model::SHAPE, true);
+    run::<TwinDevice>(data, Just(fake_model::SHAPE), true);
 }
 
 /// Tables that an application's own scheduler grows, forks, cuts and releases.
 pub fn cache(data: &[u8]) {
     let mut choices = choices(data);
-    let Some(config) = choices.next().and_then(|seed| draw(seed, &caches(SHAPE))) else { return };
+    let Some(config) = choices.next().and_then(|seed| draw(seed, &caches(shapes()))) else { return };
     let mut world = CacheWorld::new(config);
     let strategy = cache_operations();
     for operation in choices.filter_map(|seed| draw(seed, &strategy)) {
@@ -57,9 +63,9 @@ pub fn cache(data: &[u8]) {
     world.finish();
 }
 
-fn run<D: Device>(data: &[u8], shape: ModelShape, swaps: bool) {
+fn run<D: Device>(data: &[u8], shapes: impl Strategy<Value = ModelShape>, swaps: bool) {
     let mut choices = choices(data);
-    let machine = choices.next().and_then(|seed| draw(seed, &schedulers(shape)));
+    let machine = choices.next().and_then(|seed| draw(seed, &schedulers(shapes)));
     let Some((mut config, mut cache)) = machine else { return };
     if swaps {
         config.preemption = PreemptionMode::Swap;

@@ -79,6 +79,7 @@ impl KvCache {
     /// goes on from the parent of what it has removed.
     pub(super) fn forget_from(&mut self, node: NodeId) -> u32 {
         let Some(prefix) = &mut self.prefix else { return 0 };
+        let before = prefix.parent(node);
         let mut removed = 0;
         let mut at = Some(node);
         while let Some(below) = at {
@@ -94,6 +95,7 @@ impl KvCache {
         }
         if !self.nodes.is_anchored() {
             self.step_back_to_nodes();
+            before.into_iter().for_each(|before| self.prune(before));
         }
         removed
     }

@@ -1,7 +1,8 @@
 //! Losing the device: everything that lay on it is gone, and the host pool is left.
 //!
 //! A table that holds blocks of the pool, be it only its first ones, holds nothing afterwards: what it has in the host
-//! pool follows tokens that are gone. A table that is in the host pool altogether keeps what had arrived there.
+//! pool follows tokens that are gone. A table that is in the host pool altogether keeps what had arrived there, and one
+//! that needs no block for its next row, because its windows begin there, goes on.
 
 use crate::cache::KvCache;
 use crate::ids::{BlockId, StepId, TableId};
@@ -70,6 +71,11 @@ impl KvCache {
         }
         prefix.clear();
         self.nodes.clear();
+        // Tables that are left, without a block in the pool, were nodes where windows have left these behind.
+        for table in &mut self.tables {
+            table.registered = 0;
+        }
+        self.asides.iter_mut().for_each(|aside| aside.path.clear());
     }
 }
 

@@ -128,6 +128,11 @@ impl Lane {
         }
     }
 
+    /// The logical blocks that must stay when `len` tokens are computed.
+    pub(super) fn kept(&self, len: u32) -> std::ops::Range<u32> {
+        self.first_of(len)..self.end_of(len)
+    }
+
     /// The logical block that the token after `len` others goes into, if that is partly filled.
     #[inline]
     pub(super) fn tail_of(&self, len: u32) -> Option<u32> {

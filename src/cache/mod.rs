@@ -246,12 +246,7 @@ impl KvCache {
         for lane in 0..self.lanes.len() {
             self.share_run(parent.row as usize, child.row as usize, lane, at);
         }
-        let entries = self.tables[child.row as usize].runs[0].pool_end();
-        let most = match self.nodes.is_anchored() {
-            true => self.nodes.place_of(&self.lanes[0], entries),
-            false => at.div_ceil(self.node_tokens),
-        };
-        let registered = self.tables[parent.row as usize].registered.min(most);
+        let registered = self.tables[parent.row as usize].registered.min(self.most_nodes(at));
         if self.nodes.is_anchored() {
             self.tables[child.row as usize].registered = registered;
         } else {
@@ -271,7 +266,8 @@ impl KvCache {
         let mut run = std::mem::take(&mut self.tables[child].runs[lane]);
         let source = &self.tables[parent].runs[lane];
         let in_pool = (end.saturating_sub(source.first) as usize).min(source.blocks.len());
-        run.first = source.first;
+        // Where nothing of the parent's is needed, it may begin later than the child goes on.
+        run.first = source.first.min(self.lanes[lane].first_of(at));
         run.blocks.extend_from_slice(&source.blocks[..in_pool]);
         if !fault!(ForkUncounted) {
             self.pool.retain_held(&run.blocks);
@@ -295,16 +291,17 @@ impl KvCache {
     /// Whether a table has everything that rows after its first `len` tokens see: no window has left it behind.
     pub(crate) fn reaches(&self, table: TableId, len: u32) -> bool {
         let runs = &self.tables[table.row as usize].runs;
-        self.lanes.iter().zip(runs.iter()).all(|(lane, run)| run.first <= lane.first_of(len))
+        self.lanes.iter().zip(runs.iter()).all(|(lane, run)| {
+            let kept = lane.kept(len);
+            run.first <= kept.start || kept.is_empty()
+        })
     }
 
     #[cold]
     fn behind_window(&self, table: TableId, tokens: u32) -> CacheError {
-        let (mut below, mut shortest) = (tokens, self.tables[table.row as usize].len);
-        while shortest - below > 1 {
-            let middle = below + (shortest - below) / 2;
-            if self.reaches(table, middle) { shortest = middle } else { below = middle }
-        }
+        // Where a chunk begins, nothing before it is needed, so the lengths that can be had are no single range.
+        let len = self.tables[table.row as usize].len;
+        let shortest = (tokens..len).find(|&len| self.reaches(table, len)).unwrap_or(len);
         CacheError::BehindWindow { table, tokens, shortest }
     }
 
@@ -447,7 +444,7 @@ impl KvCache {
                 run.dirty_from = run.dirty_from.max(run.first);
             }
         }
-        self.step_back(row, len.div_ceil(self.node_tokens));
+        self.step_back(row, self.most_nodes(len));
         self.trim_cached();
     }
 

@@ -177,14 +177,6 @@ impl PrefixMatch {
         blocks
     }
 
-    /// Leaves out what matches in part. Returns whether there was any.
-    pub(crate) fn drop_partial(&mut self) -> bool {
-        let Some((_, rows)) = self.partial.take() else { return false };
-        self.num_tokens -= rows;
-        self.runs.iter_mut().for_each(|run| run.blocks.truncate(run.num_full as usize));
-        true
-    }
-
     pub(crate) fn clear(&mut self) {
         self.nodes.clear();
         self.runs.iter_mut().for_each(|run| run.blocks.clear());

@@ -1,7 +1,9 @@
 //! The prefix cache as tables see it: finding and taking what is known, registering what was computed.
 
 use crate::cache::KvCache;
+use crate::cache::block_table::Run;
 use crate::cache::keep::{Keep, RetainRange, keep_in_window, keep_of};
+use crate::cache::lane::Lane;
 use crate::cache::prefix_cache::{
     FoundRun, MissReason, Namespace, NodeId, PrefixCache, PrefixMatch, Retention,
 };
@@ -180,11 +182,21 @@ impl KvCache {
             })
     }
 
+    /// Leaves out what matches in part. Returns whether there was any.
+    pub(crate) fn drop_partial(&self, found: &mut PrefixMatch) -> bool {
+        let Some((_, rows)) = found.partial.take() else { return false };
+        found.num_tokens -= rows;
+        // A window that ends earlier begins earlier.
+        self.fill_runs(found);
+        true
+    }
+
     fn fill_runs(&self, found: &mut PrefixMatch) {
         found.runs.resize_with(self.lanes.len(), FoundRun::default);
         let PrefixMatch { nodes, partial, runs, num_tokens, .. } = found;
         for (lane, run) in self.lanes.iter().zip(runs) {
             run.first = lane.first_of(*num_tokens);
+            run.blocks.clear();
             for entry in run.first..lane.end_of(*num_tokens) {
                 let place = self.nodes.place_of(lane, entry) as usize;
                 if place >= nodes.len() {
@@ -235,7 +247,8 @@ impl KvCache {
         if let Some(aside) = self.asides.get_mut(row) {
             aside.likely_hits[0] = len;
         }
-        for &node in found.nodes.iter().chain(found.partial.iter().map(|(node, _)| node)) {
+        let nodes = found.nodes.iter().chain(found.partial.iter().map(|(node, _)| node));
+        for &node in nodes.take(self.most_nodes(len) as usize) {
             self.step_to(row, node);
         }
         len
@@ -250,6 +263,14 @@ impl KvCache {
         }
         let entry = self.nodes.anchor_of(place).unwrap_or(0);
         NodeId(self.tables[row].runs[0].blocks[entry as usize].0)
+    }
+
+    /// How many nodes a table of `len` tokens can be: it has all that is essential of them, if of the last one only the
+    /// beginning.
+    pub(super) fn most_nodes(&self, len: u32) -> u32 {
+        let whole = self.lanes.iter().filter(|lane| lane.is_whole());
+        let of_lane = |lane: &Lane| self.nodes.place_of(lane, lane.end_of(len));
+        whole.map(of_lane).fold(len.div_ceil(self.node_tokens), u32::min)
     }
 
     /// A table is one node more.
@@ -298,8 +319,10 @@ impl KvCache {
                 places -= 1;
             }
             self.step_back(row, places);
-            for (lane, run) in self.lanes.iter().zip(self.tables[row].runs.iter_mut()) {
-                run.borrowed = run.borrowed.filter(|&entry| self.nodes.place_of(lane, entry) < places);
+            for run in self.tables[row].runs.iter_mut() {
+                let is_known =
+                    |&entry: &u32| run.block_at(entry).is_some_and(|block| self.pool.is_cached(block));
+                run.borrowed = run.borrowed.filter(is_known);
             }
         }
     }
@@ -320,7 +343,8 @@ impl KvCache {
     }
 
     /// Registers the full nodes of a table's first tokens, which are committed and valid. Stops at a node that is known
-    /// already while others share this table's own block: replacing it for one of them would leave their order uneven.
+    /// already while others share this table's own block: replacing it for one of them would leave their order uneven. Stops
+    /// also at a node some of whose blocks are another one's.
     pub(crate) fn register(
         &mut self,
         table: TableId,
@@ -353,6 +377,9 @@ impl KvCache {
                 self.raise_keep(known, place, keep, retain);
                 continue;
             }
+            if self.is_partly_anothers(row, place) {
+                return;
+            }
             let Some(node) = anchor.or_else(|| self.take_number()) else { return };
             let Some(prefix) = &mut self.prefix else { return };
             prefix.insert(node, namespace, parent, hash, chunk, keep.ttl_steps);
@@ -366,6 +393,16 @@ impl KvCache {
     fn anchor_at(&self, row: usize, place: u32) -> Option<NodeId> {
         let entry = self.nodes.anchor_of(place)?;
         self.tables[row].runs[0].block_at(entry).map(|block| NodeId(block.0))
+    }
+
+    /// Whether a new node at `place` would share blocks that keep everything with another one, which begins alike: where a
+    /// node has several such blocks, a table may have left the other one after some of them.
+    fn is_partly_anothers(&self, row: usize, place: u32) -> bool {
+        let is_known = |(lane, run): (&Lane, &Run)| {
+            let mut own = self.nodes.entries_at(lane, place).filter_map(|entry| run.block_at(entry));
+            lane.is_whole() && own.any(|own| self.pool.is_cached(own))
+        };
+        !self.nodes.is_simple() && self.lanes.iter().zip(self.tables[row].runs.iter()).any(is_known)
     }
 
     /// A number for a node that goes by none of its blocks'.
@@ -399,6 +436,7 @@ impl KvCache {
                 let Some(own) = self.tables[row].runs[lane].block_at(entry) else { continue };
                 match self.nodes.block_at(known, &self.lanes[lane], entry) {
                     Some(other) if other == own || parts(self, lane, entry) => {}
+                    _ if !self.follows(row, lane, entry, known) => {}
                     Some(other) => {
                         self.pool.retain(other);
                         self.replace_block(row, lane, entry, other);
@@ -426,9 +464,25 @@ impl KvCache {
         }
     }
 
+    /// Whether a table has before `entry`, a block of `node`, what the prefix cache has there, or nothing: only then are
+    /// those that share the block alike before it.
+    fn follows(&self, row: usize, lane: usize, entry: u32, node: NodeId) -> bool {
+        let run = &self.tables[row].runs[lane];
+        if self.nodes.is_simple() || entry == run.first {
+            return true;
+        }
+        let lane = &self.lanes[lane];
+        let place = self.nodes.place_of(lane, entry - 1);
+        let node = if place == self.nodes.place_of(lane, entry) { node } else { self.node_at(row, place) };
+        self.nodes.block_at(node, lane, entry - 1) == run.block_at(entry - 1)
+    }
+
     fn attach(&mut self, row: usize, lane: usize, entry: u32, node: NodeId, retention: Retention) {
         let own = self.tables[row].runs[lane].block_at(entry);
         let Some(own) = own.filter(|&own| !self.pool.is_cached(own)) else { return };
+        if !self.follows(row, lane, entry, node) {
+            return;
+        }
         let limited = self.prefix.as_ref().is_some_and(|prefix| prefix.is_limited(node));
         self.nodes.attach(node, &self.lanes[lane], entry, own);
         self.pool.set_cached(own, retention, limited);

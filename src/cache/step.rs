@@ -314,6 +314,8 @@ impl KvCache {
             self.forget_block(tail);
             self.mark_replaced(row, lane, entry);
         }
+        // What was lent in this lane may have been forgotten with another one's.
+        self.tables[row].runs[lane].borrowed = None;
     }
 
     fn copy_on_write(&mut self, table: TableId, lane: usize, entry: u32) {

@@ -268,7 +268,11 @@ impl KvCache {
         let rows = self.ending_in(lane, &blocks, first_entry, |_, _| true);
         for (index, (&block, &slot)) in blocks.iter().zip(&slots).enumerate().rev() {
             let end = first_entry + index as u32 + 1;
-            let ends_here = |&&row: &&usize| self.tables[row].runs[lane].pool_end() == end;
+            // What a window has left behind in this step has no holder any more.
+            let ends_here = |&&row: &&usize| {
+                let run = &self.tables[row].runs[lane];
+                run.pool_end() == end && !run.blocks.is_empty()
+            };
             let holders = rows.iter().take_while(ends_here).count();
             if self.pool.is_cached(block) {
                 self.forget_block(block);

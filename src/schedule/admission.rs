@@ -206,7 +206,7 @@ impl Scheduler {
             let needed = self.blocks_to_enter(index);
             let evictions = self.cache.num_evictions();
             if !self.make_room(index, needed, false) {
-                if self.matched.drop_partial() {
+                if self.matched.drop_partial(&self.cache) {
                     // Without the copy of a block that matches in part, it may fit.
                     continue;
                 }

@@ -81,6 +81,14 @@ pub(super) fn to_be_shared(cache: &KvCache, sequence: &Sequence, end: u32) -> im
     fork.into_iter().flat_map(move |fork| cache.lasting_full(fork.parent, fork.at.min(end)))
 }
 
+/// The tokens whose blocks a sequence keeps when it is cut: none, where a window has left behind what comes next.
+pub(super) fn end_of_cut(cache: &KvCache, sequence: &Sequence) -> u32 {
+    let Some(len) = sequence.cut() else { return u32::MAX };
+    let left = sequence.computed().min(len - 1);
+    let is_behind = sequence.table().is_some_and(|table| !cache.reaches(table, left));
+    if is_behind { 0 } else { len - 1 }
+}
+
 /// Blocks that a sequence may still need, its own copies of shared last blocks included.
 pub(super) fn still_needed(cache: &KvCache, sequence: &Sequence) -> u32 {
     cache.still_needed(sequence.table(), sequence.terms.max_tokens)

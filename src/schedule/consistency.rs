@@ -55,23 +55,31 @@ impl Scheduler {
         for later in [false, true] {
             let mut holders = vec![0u64; self.cache.config().num_blocks() as usize];
             let mut writers = holders.clone();
+            // What windows hold was promised with them, pinned or not.
+            let mut windows = vec![false; holders.len()];
             let mut needed = 0;
             let promised = self.sequences.all().map(|(_, sequence)| sequence);
             for sequence in promised.filter(|sequence| sequence.is_promised()) {
                 let cut = sequence.cut().filter(|_| later && sequence.is_planned());
                 needed += blocks::at_most(&self.cache, sequence, cut);
-                let end = cut.map_or(u32::MAX, |len| len - 1);
+                let end = cut.map_or(u32::MAX, |_| blocks::end_of_cut(&self.cache, sequence));
                 for block in self.promised_entries(sequence, end) {
                     needed -= 1;
                     holders[block.index() as usize] += 1;
+                }
+                let lasting: Vec<BlockId> =
+                    blocks::lasting_beyond(&self.cache, sequence.table(), 0).collect();
+                for block in
+                    blocks::of(&self.cache, sequence.table()).filter(|block| !lasting.contains(block))
+                {
+                    windows[block.index() as usize] = true;
                 }
                 for tail in blocks::tails_within(&self.cache, sequence, end) {
                     writers[tail.index() as usize] += 1;
                 }
             }
             for (index, (&holders, &writers)) in (0..).zip(holders.iter().zip(&writers)) {
-                let behind_window = holders == 0 && self.cache.promised_holders(BlockId(index)) > 0;
-                let stays = self.cache.is_retained(BlockId(index)) && (later || !behind_window);
+                let stays = self.cache.is_retained(BlockId(index)) && !windows[index as usize];
                 needed += u64::from(holders > 0 || stays);
                 needed += writers.min(holders.saturating_sub(u64::from(!stays)));
             }

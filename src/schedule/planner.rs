@@ -5,6 +5,7 @@
 //! step begins where this one ended. Then, unless somebody was preempted, requests in line are let in while rows are
 //! left.
 
+use crate::cache::Growth;
 use crate::error::ConfigError;
 use crate::ids::{SequenceId, TableId};
 use crate::schedule::admission::Lacking;
@@ -180,16 +181,14 @@ impl Scheduler {
             if has_preempted && self.sequences[turn.index].state() != State::Running {
                 continue;
             }
-            let limit = match turn.kind {
-                Kind::Decode => {
-                    set_aside = set_aside.minus(turn.wanted());
-                    budget.minus(set_aside)
-                }
-                Kind::Prompt(share) => {
-                    let takes_all = last_prompt == Some(place) && !self.may_let_in();
-                    prompt_limit(budget.minus(set_aside), turn, share, takes_all)
-                }
-            };
+            if matches!(turn.kind, Kind::Decode) {
+                set_aside = set_aside.minus(turn.wanted());
+            }
+            let mut limit = budget.minus(set_aside);
+            if let Kind::Prompt(share) = turn.kind {
+                let takes_all = last_prompt == Some(place) && !self.may_let_in();
+                limit = prompt_limit(limit, turn, share, takes_all);
+            }
             match self.plan_sequence(plan, turn.index, turn.wants, limit) {
                 Planned::Rows(used) => *budget = budget.minus(used),
                 Planned::NoBudget => {
@@ -282,23 +281,13 @@ impl Scheduler {
             // Progress: a step has at least one row.
             used = Budget::of(wants.computed, 1);
         }
-        let reserve = self.ledger.reserve(index, &self.sequences, &self.cache);
-        let free = self.cache.free_blocks();
-        let mut growth = self.cache.growth(table, used.rows, free.saturating_sub(reserve.for_others));
-        let needed = growth.as_ref().map_or(0, |growth| growth.needed());
-        if needed > 0 && needed.saturating_add(reserve.untouchable) > free {
-            let rows = self.room_for(index, used.rows);
-            if rows == 0 {
-                return Planned::NoRoom;
-            }
+        let Some((growth, rows)) = self.make_growth(index, table, used.rows) else { return Planned::NoRoom };
+        if rows < used.rows {
             used = Budget::of(wants.computed, rows);
-            let free = self.cache.free_blocks();
-            growth = self.cache.growth(table, rows, free.saturating_sub(reserve.for_others));
         }
         let sequence = &self.sequences[index];
         let (tokens, drafts) = sequence.row_tokens(used.rows);
-        let first_row = growth.and_then(|growth| push_rows(&mut self.cache, plan, growth, tokens, drafts));
-        let Ok(first_row) = first_row else {
+        let Ok(first_row) = push_rows(&mut self.cache, plan, growth, tokens, drafts) else {
             debug_assert!(false, "blocks were counted before they were taken");
             return Planned::NoRoom;
         };
@@ -313,14 +302,31 @@ impl Scheduler {
         Planned::Rows(used)
     }
 
+    /// What as many of `rows` rows as possible take, once there is room for it, and how many these are. None where there is
+    /// room for none.
+    fn make_growth(&mut self, index: Index, table: TableId, rows: u32) -> Option<(Growth, u32)> {
+        let reserve = self.ledger.reserve(index, &self.sequences, &self.cache);
+        let free = self.cache.free_blocks();
+        let growth = self.cache.growth(table, rows, free.saturating_sub(reserve.for_others));
+        debug_assert!(growth.is_ok(), "a sequence that runs cannot grow: {growth:?}");
+        let needed = growth.as_ref().map_or(u32::MAX, |growth| growth.needed());
+        if needed == 0 || needed.saturating_add(reserve.untouchable) <= free {
+            return growth.ok().map(|growth| (growth, rows));
+        }
+        let rows = self.room_for(index, rows);
+        let free = self.cache.free_blocks();
+        let growth = self.cache.growth(table, rows, free.saturating_sub(reserve.for_others)).ok();
+        growth.filter(|_| rows > 0).map(|growth| (growth, rows))
+    }
+
     /// Gives back what a sequence's rows do not see any more. Returns the most of `rows` rows for which its windows hold no
     /// more than is promised to it, or reserved.
     fn slide(&mut self, index: Index, table: TableId, rows: u32) -> u32 {
         self.cache.slide(table);
         self.sequences.recount(index, &self.cache);
-        // What it leaves pinned behind its window does not take what is promised.
+        // What it leaves pinned behind its window does not take what is promised, be it that kept sequences hold it, too.
         while self.sequences[index].is_promised() && self.promises().check(None).is_err() {
-            if self.cache.give_up_pins(self.cache.free_blocks() + 1) == 0 {
+            if self.cache.give_up_pins(self.cache.free_blocks() + 1) == 0 && !self.give_up_pinned_content() {
                 break;
             }
         }

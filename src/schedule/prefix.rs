@@ -3,7 +3,7 @@
 //! A sequence's full blocks are registered when a step of it commits with a valid result: that confirms all its tokens so
 //! far. So what an invalid or aborted sequence computed, and nobody has confirmed, is never found by others (I6).
 
-use crate::cache::PrefixMatch;
+use crate::cache::{KvCache, PrefixMatch};
 use crate::ids::TableId;
 use crate::schedule::admission::Lacking;
 use crate::schedule::request::{DuplicatePrompts, PrefixReport};
@@ -36,8 +36,8 @@ impl Matched {
     }
 
     /// Gives up a block that matches in part. Returns whether there was any.
-    pub(super) fn drop_partial(&mut self) -> bool {
-        self.found.drop_partial()
+    pub(super) fn drop_partial(&mut self, cache: &KvCache) -> bool {
+        cache.drop_partial(&mut self.found)
     }
 }
 

@@ -114,8 +114,9 @@ impl Promises<'_> {
             };
             let at_most = |cut| blocks::at_most(self.cache, sequence, cut);
             maxima = maxima - at_most(None) + at_most(Some(len));
-            cuts.push((index, len - 1));
-            let cut_off = blocks::lasting_beyond(self.cache, sequence.table(), len - 1);
+            let end = blocks::end_of_cut(self.cache, sequence);
+            cuts.push((index, end));
+            let cut_off = blocks::lasting_beyond(self.cache, sequence.table(), end);
             changes.extend(cut_off.map(|block| (block, -1)));
         }
         self.add_forks(considered, &mut changes);

@@ -171,6 +171,8 @@ impl Scheduler {
             self.cache.truncate(table, sequence.computed().min(len as u32 - 1))?;
             self.cache.set_max_tokens(table, max_tokens)?;
         }
+        // Its last block may be partly filled now, and others' as well.
+        self.note_tail(index);
         let rank = self.rank(request.priority);
         self.sequences.extend(index, request, max_tokens, rank, &self.cache);
         Ok(())

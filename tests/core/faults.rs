@@ -3,7 +3,7 @@
 //! The table under "Deliberate faults" in ARCHITECTURE.md names each fault, the invariant that it breaks, and words of the
 //! assertion that caught it; this test holds it to be true.
 
-use crate::simulation::Simulation;
+use crate::simulation::{Models, live};
 use paged_kv::Fault;
 use std::any::Any;
 use std::fs;
@@ -18,7 +18,7 @@ fn what_catches(fault: Fault) -> Option<(String, u64)> {
     let mut steps = 0;
     let caught = (SEED..SEED + MOST_MACHINES).find_map(|seed| {
         Fault::activate(Some(fault));
-        let outcome = catch_unwind(AssertUnwindSafe(|| Simulation::new(seed).run(STEPS)));
+        let outcome = catch_unwind(AssertUnwindSafe(|| live(seed, Models::Plain, STEPS)));
         Fault::activate(None);
         steps += STEPS;
         outcome.err().map(message)

@@ -14,6 +14,7 @@ mod drafts;
 #[cfg(feature = "faults")]
 mod faults;
 mod gate;
+mod groups;
 #[path = "support/histories.rs"]
 mod histories;
 mod hostile;
@@ -22,6 +23,8 @@ mod long_lines;
 mod manifests;
 #[path = "support/model.rs"]
 mod model;
+#[path = "support/naive_blocks.rs"]
+mod naive_blocks;
 mod plan_text;
 mod preemption;
 mod promises;

@@ -1,4 +1,5 @@
-//! Deterministic simulation: the whole scheduler under random traffic, on the CPU twins.
+//! Deterministic simulation: the whole scheduler under random traffic, on the CPU twins, and with several groups of layers
+//! on the device that keeps tokens.
 //!
 //! Everything follows from one seed: machines (pool, budgets, policies, prefix cache, host pool) and what happens to them
 //! (bursts, shared system prompts, turns, branches, samples, drafts, priorities, namespaces, retention, cuts, aborts, plans
@@ -22,11 +23,13 @@ mod slowdown;
 mod traffic;
 mod twin_device;
 
-use crate::model::{Reached, World};
+use crate::model::{Reached, Slid, World};
+use crate::simulated_device::{Device, SimulatedDevice};
 use paged_kv::SequenceId;
 use slowdown::Slowdown;
 use std::hash::{BuildHasher, RandomState};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+pub(crate) use traffic::Models;
 use traffic::Traffic;
 use twin_device::TwinDevice;
 
@@ -34,8 +37,8 @@ use twin_device::TwinDevice;
 const LIFE: u64 = 500;
 
 /// A machine, its traffic, and how long its requests have waited.
-pub(crate) struct Simulation {
-    world: World<TwinDevice>,
+struct Simulation<D: Device> {
+    world: World<D>,
     traffic: Traffic,
     slowdown: Slowdown,
 }
@@ -43,14 +46,15 @@ pub(crate) struct Simulation {
 /// What came of one machine.
 pub(crate) struct Outcome {
     reached: Reached,
+    slid: Slid,
     pub(crate) steps: u64,
     worst_wait: u64,
     digest: u64,
 }
 
-impl Simulation {
-    pub(crate) fn new(seed: u64) -> Self {
-        let (traffic, world) = Traffic::new(seed);
+impl<D: Device> Simulation<D> {
+    fn new(seed: u64, models: Models) -> Self {
+        let (traffic, world) = Traffic::new(seed, models);
         let slowdown = Slowdown::new(world.config());
         Self { world, traffic, slowdown }
     }
@@ -103,13 +107,22 @@ impl Simulation {
     }
 
     /// The life of a machine.
-    pub(crate) fn run(mut self, most: u64) -> Outcome {
+    fn run(mut self, most: u64) -> Outcome {
         let mut steps = 0;
         while steps < most {
             steps += u64::from(self.step());
         }
-        let (digest, worst_wait) = (self.world.device.digest, self.slowdown.worst);
-        Outcome { reached: self.world.finish(), steps, worst_wait, digest }
+        let (digest, worst_wait) = (self.world.device.digest(), self.slowdown.worst);
+        let (reached, slid) = self.world.finish();
+        Outcome { reached, slid, steps, worst_wait, digest }
+    }
+}
+
+/// The life of the machine of a seed.
+pub(crate) fn live(seed: u64, models: Models, steps: u64) -> Outcome {
+    match models {
+        Models::Plain => Simulation::<TwinDevice>::new(seed, models).run(steps),
+        Models::Groups => Simulation::<SimulatedDevice>::new(seed, models).run(steps),
     }
 }
 
@@ -117,36 +130,48 @@ fn variable(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|value| value.parse().unwrap_or_else(|_| panic!("{name} is a number")))
 }
 
-#[test]
-fn every_machine_under_any_traffic_computes_what_tokens_alone_say() {
+/// Lets machines live, one after the other.
+fn simulate(models: Models) {
     let seed = variable("PAGED_KV_SIMULATION_SEED").unwrap_or_else(|| RandomState::new().hash_one(0));
     let steps = variable("PAGED_KV_SIMULATION_STEPS").unwrap_or(20_000);
     println!("PAGED_KV_SIMULATION_SEED={seed}, {steps} steps");
-    let (mut reached, mut done, mut worst_wait) = (Reached::default(), 0, 0);
+    let (mut reached, mut slid) = (Reached::default(), Slid::default());
+    let (mut done, mut worst_wait) = (0, 0);
     for machine in 0.. {
         if done >= steps {
             break;
         }
         let seed = seed.wrapping_add(machine);
-        let life = || Simulation::new(seed).run(LIFE.min(steps - done));
+        let life = || live(seed, models, LIFE.min(steps - done));
         let outcome = catch_unwind(AssertUnwindSafe(life)).unwrap_or_else(|panic| {
             println!("repeat with PAGED_KV_SIMULATION_SEED={seed}");
             resume_unwind(panic)
         });
-        reached = reached.plus(outcome.reached);
+        (reached, slid) = (reached.plus(outcome.reached), slid.plus(outcome.slid));
         worst_wait = worst_wait.max(outcome.worst_wait);
         done += outcome.steps;
     }
-    println!("{done} steps, the longest wait {worst_wait} % of its bound; {reached:?}");
+    println!("{done} steps, the longest wait {worst_wait} % of its bound; {reached:?}, {slid:?}");
     if steps >= 20_000 {
         assert!(reached.rarest() >= 10, "the traffic is too tame: {reached:?}");
+        assert!(models == Models::Plain || slid.rarest() >= 10, "the traffic is too tame: {slid:?}");
     }
 }
 
 #[test]
+fn every_machine_under_any_traffic_computes_what_tokens_alone_say() {
+    simulate(Models::Plain);
+}
+
+#[test]
+fn every_machine_with_groups_of_layers_has_what_its_rows_see() {
+    simulate(Models::Groups);
+}
+
+#[test]
 fn a_seed_always_gives_the_same_history() {
-    for seed in 0..5 {
-        let digest = || Simulation::new(seed).run(200).digest;
+    for (seed, models) in (0..5).flat_map(|seed| [(seed, Models::Plain), (seed, Models::Groups)]) {
+        let digest = || live(seed, models, 200).digest;
         assert_eq!(digest(), digest(), "seed {seed}");
     }
 }

@@ -2,18 +2,67 @@
 
 use super::fake_model::SHAPE;
 use super::random::Random;
-use super::twin_device::TwinDevice;
 use crate::model::{Turn, World};
+use crate::naive_blocks::pool_tokens;
+use crate::simulated_device::{Device, stacks_of};
 use paged_kv::{
-    Admission, CacheConfig, DuplicatePrompts, KvType, PreemptionMode, PrefixCacheConfig, Priority, Rates,
-    Retention, SchedulerConfig, VictimPolicy,
+    Admission, CacheConfig, DuplicatePrompts, KvType, LayerGroup, ModelShape, PreemptionMode,
+    PrefixCacheConfig, Priority, Rates, Reach, Retention, SchedulerConfig, VictimPolicy,
 };
 
-fn cache(random: &mut Random) -> CacheConfig {
+/// Which models a machine may have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Models {
+    /// The fake one, all of whose rows see everything.
+    Plain,
+    /// Some with windows or chunks, of one to three groups of layers.
+    Groups,
+}
+
+fn window(random: &mut Random) -> Reach {
+    let tokens = random.pick(&[1, 3, 4, 5, 8, 20]);
+    match random.below(0..4) {
+        0 | 1 => Reach::Window { tokens, first: 0 },
+        2 => Reach::Window { tokens, first: random.pick(&[1, 4, 5, 9]) },
+        _ => Reach::Chunk { tokens },
+    }
+}
+
+fn groups(random: &mut Random) -> ModelShape {
+    let mut reaches = vec![window(random)];
+    if random.chance(30) {
+        reaches.push(window(random));
+    }
+    if random.chance(75) {
+        reaches.insert(random.index() % 2, Reach::All);
+    }
+    let kv_heads = random.pick(&[[1, 1, 1], [1, 1, 1], [1, 2, 4], [2, 1, 2]]);
+    let num_layers = random.pick(&[[1, 1, 1], [1, 1, 1], [1, 2, 1], [1, 3, 2]]);
+    let mut first = 0;
+    ModelShape::of_groups(reaches.into_iter().zip(kv_heads).zip(num_layers).map(
+        |((reach, kv_heads), layers)| {
+            let group = LayerGroup::new(first..first + layers, 4, kv_heads, 8).with_reach(reach);
+            first += layers;
+            group
+        },
+    ))
+}
+
+fn cache(random: &mut Random, models: Models) -> CacheConfig {
     let (block_size, fewest, most) =
         random.pick(&[(1, 8, 60), (2, 6, 40), (4, 4, 24), (4, 4, 24), (8, 3, 14), (16, 2, 7)]);
-    let num_blocks = random.below(fewest..most);
-    let config = CacheConfig::for_blocks(num_blocks, &SHAPE, KvType::F32).unwrap();
+    let blocks = random.below(fewest..most);
+    let config = match models {
+        Models::Plain => CacheConfig::for_blocks(blocks, &SHAPE, KvType::F32).unwrap(),
+        Models::Groups => {
+            let shape = groups(random);
+            let config = CacheConfig::for_blocks(1, &shape, KvType::F32).unwrap();
+            let stacks = stacks_of(&config.with_block_size(block_size).unwrap());
+            let all: u32 = stacks.iter().map(|stack| (blocks * block_size).div_ceil(stack.block_size)).sum();
+            let num_blocks = (all * random.pick(&[2, 3, 4]) / 4).max(stacks.len() as u32);
+            CacheConfig::for_blocks(num_blocks, &shape, KvType::F32).unwrap()
+        }
+    };
     let config = config.with_block_size(block_size).unwrap().with_max_sequences(random.below(1..10)).unwrap();
     let config = match random.chance(50) {
         true => config.with_max_sequence_tokens(random.below(12..64)).unwrap(),
@@ -78,11 +127,11 @@ pub(crate) struct Traffic {
 
 impl Traffic {
     /// Traffic that follows from a seed, and the machine that it meets.
-    pub(crate) fn new(seed: u64) -> (Self, World<TwinDevice>) {
+    pub(crate) fn new<D: Device>(seed: u64, models: Models) -> (Self, World<D>) {
         let mut random = Random::new(seed);
-        let cache = cache(&mut random);
+        let cache = cache(&mut random, models);
         let config = scheduler(&mut random, &cache);
-        let longest = (cache.num_blocks() * cache.block_size()).min(cache.max_sequence_tokens());
+        let longest = pool_tokens(&cache, 1).min(cache.max_sequence_tokens());
         let mut world = World::new(config, cache);
         world.max_chats = random.pick(&[6, 12, 20]);
         if random.chance(12) {
@@ -142,7 +191,7 @@ impl Traffic {
     }
 
     /// What users do between two steps, or while one is under way.
-    pub(crate) fn act(&mut self, world: &mut World<TwinDevice>) {
+    pub(crate) fn act<D: Device>(&mut self, world: &mut World<D>) {
         if self.random.chance(self.arrivals) {
             let burst = self.random.chance(self.bursts);
             for _ in 0..if burst { self.random.below(2..9) } else { 1 } {
@@ -183,7 +232,7 @@ impl Traffic {
     }
 
     /// Transfers end late and in any order; some fail. Returns whether one did.
-    pub(crate) fn transfer(&mut self, world: &mut World<TwinDevice>) -> bool {
+    pub(crate) fn transfer<D: Device>(&mut self, world: &mut World<D>) -> bool {
         if !self.random.chance(self.arrives) {
             return false;
         }
@@ -199,7 +248,7 @@ impl Traffic {
 
     /// The device is lost, perhaps with a step under way, and rather when blocks are shared or in the host pool. Returns
     /// whether it was.
-    pub(crate) fn lose_device(&mut self, world: &mut World<TwinDevice>) -> bool {
+    pub(crate) fn lose_device<D: Device>(&mut self, world: &mut World<D>) -> bool {
         let times = match (world.has_swapped(), world.has_shared()) {
             (true, _) => 40,
             (_, true) => 10,

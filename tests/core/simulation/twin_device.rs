@@ -4,10 +4,11 @@
 //! to the host pool may be read there only when its transfer has been reported.
 
 use super::fake_model::{Activations, FakeModel, HEAD, LAYERS, Outputs, QUERY, SHAPE, activations};
-use crate::simulated_device::{Device, EMPTY, check_plan, then};
+use crate::simulated_device::{Device, EMPTY, Known, check_plan, then};
 use approx::abs_diff_eq;
 use paged_kv::reference::{self, AttentionInputs, CpuCache, Rows, RowsMut};
 use paged_kv::{CacheConfig, KvPart, SequenceId, StepId, StepPlan, TransferReport, WorkSplit};
+use std::ops::Range;
 
 /// Whether the device makes this mistake.
 #[cfg(feature = "faults")]
@@ -30,8 +31,7 @@ const TOLERANCE: f32 = 1e-4;
 #[derive(Debug)]
 pub(crate) struct TwinDevice {
     cpu: CpuCache,
-    block_size: u32,
-    num_blocks: u32,
+    config: CacheConfig,
     /// Entries of each block table that plans have sent.
     sent_entries: Vec<u32>,
     model: FakeModel,
@@ -41,7 +41,7 @@ pub(crate) struct TwinDevice {
     arriving: Vec<Option<StepId>>,
     transfers: Vec<StepId>,
     /// Of everything that it was told to do.
-    pub(crate) digest: u64,
+    digest: u64,
 }
 
 impl TwinDevice {
@@ -82,7 +82,8 @@ impl TwinDevice {
             *sent = (*sent).max(change.first_entry + change.len);
         }
         for (&table, context) in plan.table_rows().iter().zip(plan.context_lens()) {
-            let (needed, sent) = (context.div_ceil(self.block_size), self.sent_entries[table as usize]);
+            let (needed, sent) =
+                (context.div_ceil(self.config.block_size()), self.sent_entries[table as usize]);
             assert!(needed <= sent, "table {table} needs {needed} entries and was sent {sent}");
         }
     }
@@ -104,8 +105,7 @@ impl Device for TwinDevice {
         cpu.words_mut().fill(f32::NAN.to_bits());
         Self {
             cpu,
-            block_size: config.block_size(),
-            num_blocks: config.num_blocks(),
+            config: config.clone(),
             sent_entries: vec![0; config.max_sequences() as usize],
             model: FakeModel::default(),
             split: WorkSplit::default(),
@@ -116,8 +116,8 @@ impl Device for TwinDevice {
         }
     }
 
-    fn run(&mut self, plan: &StepPlan, salts: &[u64]) -> Vec<Outputs> {
-        check_plan(plan, self.block_size, self.num_blocks);
+    fn run(&mut self, plan: &StepPlan, known: &[Known]) -> Vec<Outputs> {
+        check_plan(plan, &self.config);
         self.note(plan);
         self.cpu.apply_table_changes(plan);
         self.note_entries(plan);
@@ -129,8 +129,8 @@ impl Device for TwinDevice {
         let threads = 1 + (plan.step().raw() % 4) as u32;
         self.split.split(plan, &self.cpu.split_config(threads));
         let mut salt_of_row = Vec::new();
-        for (rows, &salt) in plan.query_starts().windows(2).zip(salts) {
-            salt_of_row.resize(rows[1] as usize, salt);
+        for (rows, known) in plan.query_starts().windows(2).zip(known) {
+            salt_of_row.resize(rows[1] as usize, known.salt);
         }
         let mut seen = vec![Outputs::default(); salt_of_row.len()];
         for layer in 0..LAYERS {
@@ -168,11 +168,12 @@ impl Device for TwinDevice {
         }
     }
 
-    fn spoil(&mut self, slots: &[u32]) {
-        for &slot in slots {
+    fn spoil(&mut self, plan: &StepPlan, rows: Range<usize>) {
+        let block_size = self.config.block_size();
+        for &slot in &plan.slot_mapping()[rows] {
             for (layer, part) in (0..LAYERS as u32).flat_map(|layer| [(layer, KvPart::K), (layer, KvPart::V)])
             {
-                let (block, slot) = (slot / self.block_size, slot % self.block_size);
+                let (block, slot) = (slot / block_size, slot % block_size);
                 self.cpu.write_row(layer, part, block, 0, slot, &[f32::NAN; HEAD]);
             }
         }
@@ -201,5 +202,9 @@ impl Device for TwinDevice {
         self.cpu.words_mut().fill(f32::NAN.to_bits());
         self.sent_entries.fill(0);
         self.transfers.drain(..).map(|step| TransferReport { step, complete: false }).collect()
+    }
+
+    fn digest(&self) -> u64 {
+        self.digest
     }
 }

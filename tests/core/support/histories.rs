@@ -2,12 +2,14 @@
 //! fuzz targets draw from them.
 
 use crate::model::{Turn, World};
-use crate::simulated_device::Device;
+use crate::simulated_device::{Device, stacks_of};
 use paged_kv::{
-    Admission, CacheConfig, DuplicatePrompts, KvType, ModelShape, PreemptionMode, PrefixCacheConfig,
-    Priority, Retention, SchedulerConfig, VictimPolicy,
+    Admission, CacheConfig, DuplicatePrompts, KvType, LayerGroup, ModelShape, PreemptionMode,
+    PrefixCacheConfig, Priority, Reach, Retention, SchedulerConfig, VictimPolicy,
 };
 use proptest::prelude::*;
+use proptest::strategy::Union;
+use std::collections::BTreeSet;
 
 /// What is done to a scheduler. Indices are taken modulo what exists.
 #[derive(Clone, Debug)]
@@ -116,12 +118,103 @@ pub(crate) fn operations() -> impl Strategy<Value = Operation> {
     ]
 }
 
+/// What a model may have that decides how its blocks come and go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Kind {
+    /// One group of layers, whose rows see everything.
+    Plain,
+    Window,
+    /// A window that keeps a sequence's first tokens.
+    FirstTokens,
+    Chunk,
+    /// No group sees everything.
+    NoneSeesAll,
+    /// Blocks of some groups have more tokens than others'.
+    BlockSizes,
+    ThreeGroups,
+}
+
+impl Kind {
+    /// All but the first.
+    pub(crate) const GROUPED: [Self; 6] = [
+        Self::Window,
+        Self::FirstTokens,
+        Self::Chunk,
+        Self::NoneSeesAll,
+        Self::BlockSizes,
+        Self::ThreeGroups,
+    ];
+
+    /// What a configuration's model has.
+    pub(crate) fn of(config: &CacheConfig) -> Vec<Self> {
+        let (groups, stacks) = (config.groups(), stacks_of(config));
+        let has = |seen: fn(Reach) -> bool| stacks.iter().any(|stack| seen(stack.reach));
+        let sizes: BTreeSet<u32> = stacks.iter().map(|stack| stack.block_size).collect();
+        let is = |kind: &Self| match kind {
+            Self::Plain => groups.len() == 1 && groups[0].reach().is_all(),
+            Self::Window => has(|reach| matches!(reach, Reach::Window { first: 0, .. })),
+            Self::FirstTokens => has(|reach| matches!(reach, Reach::Window { first: 1.., .. })),
+            Self::Chunk => has(|reach| matches!(reach, Reach::Chunk { .. })),
+            Self::NoneSeesAll => !has(Reach::is_all),
+            Self::BlockSizes => sizes.len() > 1,
+            Self::ThreeGroups => groups.len() == 3,
+        };
+        [Self::Plain].into_iter().chain(Self::GROUPED).filter(is).collect()
+    }
+}
+
+/// One group of layers, whose rows see everything.
+pub(crate) fn plain_shapes() -> impl Strategy<Value = ModelShape> {
+    Just(ModelShape::new(1, 2, 1, 8))
+}
+
+/// Models of one to three groups of layers, with windows or chunks, whose rows are as long, or half or a quarter as long.
+pub(crate) fn grouped_shapes() -> impl Strategy<Value = ModelShape> {
+    // Around the ends of blocks.
+    let tokens = || prop_oneof![Just(1u32), Just(3), Just(4), Just(5), Just(8), Just(20)];
+    let window = tokens().prop_map(|tokens| Reach::Window { tokens, first: 0 }).boxed();
+    let sinks = (tokens(), prop_oneof![Just(1u32), Just(4), Just(5), Just(9)])
+        .prop_map(|(tokens, first)| Reach::Window { tokens, first })
+        .boxed();
+    let chunk = tokens().prop_map(|tokens| Reach::Chunk { tokens }).boxed();
+    let moving = || Union::new([window.clone(), sinks.clone(), chunk.clone()]).boxed();
+    let all = || Just(Reach::All).boxed();
+    let reaches = prop_oneof![
+        4 => (all(), moving()).prop_map(|reaches| vec![reaches.0, reaches.1]),
+        2 => (moving(), all()).prop_map(|reaches| vec![reaches.0, reaches.1]),
+        2 => moving().prop_map(|reach| vec![reach]),
+        2 => (moving(), moving()).prop_map(|reaches| vec![reaches.0, reaches.1]),
+        3 => (all(), moving(), moving()).prop_map(|reaches| vec![reaches.0, reaches.1, reaches.2]),
+    ];
+    let kv_heads =
+        prop_oneof![2 => Just([1, 1, 1]), 1 => Just([1, 2, 4]), 1 => Just([2, 1, 2]), 1 => Just([4, 1, 1])];
+    // Of each group.
+    let layers = prop_oneof![3 => Just([1u32, 1, 1]), 1 => Just([1, 2, 1]), 1 => Just([1, 3, 2])];
+    (reaches, kv_heads, layers).prop_map(|(reaches, kv_heads, layers)| {
+        let mut first = 0;
+        let groups = reaches.into_iter().zip(kv_heads).zip(layers).map(|((reach, kv_heads), layers)| {
+            let group = LayerGroup::new(first..first + layers, 4, kv_heads, 8).with_reach(reach);
+            first += layers;
+            group
+        });
+        ModelShape::of_groups(groups)
+    })
+}
+
 /// Pools of a few blocks.
-pub(crate) fn caches(shape: ModelShape) -> impl Strategy<Value = CacheConfig> {
+pub(crate) fn caches(shapes: impl Strategy<Value = ModelShape>) -> impl Strategy<Value = CacheConfig> {
+    // Tokens of the smallest blocks, and how many of them a sequence would take that nothing is given back of.
     let blocks = prop_oneof![(Just(1u32), 6..48u32), (Just(4u32), 3..14u32), (Just(16u32), 2..6u32)];
-    (blocks, 1..9u32, prop::option::of(8..40u32)).prop_map(
-        move |((block_size, num_blocks), tables, tokens)| {
-            let config = CacheConfig::for_blocks(num_blocks, &shape, KvType::F32).unwrap();
+    // How much of that there is: windows need less.
+    (shapes, blocks, 0..4u32, 1..9u32, prop::option::of(8..40u32)).prop_map(
+        move |(shape, (block_size, blocks), less, tables, tokens)| {
+            let config = CacheConfig::for_blocks(1, &shape, KvType::F32).unwrap();
+            let config = config.with_block_size(block_size).unwrap();
+            let stacks = stacks_of(&config);
+            let all: u32 = stacks.iter().map(|stack| (blocks * block_size).div_ceil(stack.block_size)).sum();
+            let num_blocks = if stacks.len() == 1 { all } else { all * (4 - less) / 4 };
+            let config =
+                CacheConfig::for_blocks(num_blocks.max(stacks.len() as u32), &shape, KvType::F32).unwrap();
             let config = config.with_block_size(block_size).unwrap().with_max_sequences(tables).unwrap();
             match tokens {
                 Some(tokens) => config.with_max_sequence_tokens(tokens).unwrap(),
@@ -132,7 +225,9 @@ pub(crate) fn caches(shape: ModelShape) -> impl Strategy<Value = CacheConfig> {
 }
 
 /// Schedulers of any policy, and caches for them.
-pub(crate) fn schedulers(shape: ModelShape) -> impl Strategy<Value = (SchedulerConfig, CacheConfig)> {
+pub(crate) fn schedulers(
+    shapes: impl Strategy<Value = ModelShape>,
+) -> impl Strategy<Value = (SchedulerConfig, CacheConfig)> {
     let admission = prop_oneof![
         1 => Just(Admission::Guaranteed),
         2 => (0..3u32).prop_map(|watermark_blocks| Admission::Overcommitted { watermark_blocks })
@@ -156,7 +251,7 @@ pub(crate) fn schedulers(shape: ModelShape) -> impl Strategy<Value = (SchedulerC
     ];
     let host_blocks = prop_oneof![1 => Just(0), 2 => 1..24u32];
     let residency = (prefix_cache, preemption, victims, host_blocks, 0..20u32, 0..4u32);
-    (caches(shape), admission, 2..32u32, work, any::<bool>(), 0..5u32, 0..4u32, residency).prop_map(
+    (caches(shapes), admission, 2..32u32, work, any::<bool>(), 0..5u32, 0..4u32, residency).prop_map(
         |(cache, admission, step_tokens, step_work_budget, fewer, max_drafts, max_preemptions, residency)| {
             let (prefix_cache, preemption, victims, host_blocks, ageing_steps, max_passed) = residency;
             let cache = cache.with_host_blocks(host_blocks).unwrap();

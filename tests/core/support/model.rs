@@ -5,7 +5,8 @@
 //! dropped plans must produce the very tokens that a run without any of them produces.
 
 use crate::block_states::assert_states_sum;
-use crate::simulated_device::{Device, history, then};
+use crate::naive_blocks::{most_blocks, num_blocks, pool_tokens};
+use crate::simulated_device::{Device, Known, Stack, history, stacks_of, then};
 use paged_kv::{
     Admission, CacheConfig, CacheStats, CommitError, FinishReason, Namespace, Priority, Rates, Request,
     RequestError, RequestId, Retention, RowResult, Schedule, Scheduler, SchedulerConfig, SequenceId,
@@ -106,8 +107,8 @@ fn samples_of(id: SequenceId, chat: &Chat) -> impl Iterator<Item = SequenceId> {
 #[derive(Debug)]
 struct Outstanding<Seen> {
     plan: StepPlan,
-    /// The namespace of each of its sequences.
-    salts: Vec<u64>,
+    /// Of each of its sequences.
+    known: Vec<Known>,
     seen: Option<Vec<Seen>>,
 }
 
@@ -134,6 +135,33 @@ pub(crate) struct Reached {
     /// Devices lost, and sequences that the host pool kept through it.
     pub(crate) losses: u64,
     pub(crate) survivors: u64,
+}
+
+/// How often a history came to what only windows and chunks have.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Slid {
+    /// Rows after blocks that were given back.
+    pub(crate) rows: u64,
+    /// Cuts to where a window had left something behind: what was computed is lost.
+    pub(crate) cuts_behind: u64,
+    /// Requests that began in the middle of what was known, with windows that had left blocks behind there.
+    pub(crate) hits: u64,
+}
+
+impl Slid {
+    pub(crate) fn plus(self, other: Self) -> Self {
+        Self {
+            rows: self.rows + other.rows,
+            cuts_behind: self.cuts_behind + other.cuts_behind,
+            hits: self.hits + other.hits,
+        }
+    }
+
+    /// How often it came to what was rarest.
+    pub(crate) fn rarest(self) -> u64 {
+        let Self { rows, cuts_behind, hits } = self;
+        rows.min(cuts_behind).min(hits)
+    }
 }
 
 impl Reached {
@@ -194,6 +222,9 @@ pub(crate) struct World<D: Device> {
     scheduler: Scheduler,
     config: SchedulerConfig,
     cache: CacheConfig,
+    stacks: Vec<Stack>,
+    /// Of one sequence, row by row.
+    pool_tokens: u32,
     pub(crate) device: D,
     /// Sequences at a time.
     pub(crate) max_chats: usize,
@@ -212,6 +243,7 @@ pub(crate) struct World<D: Device> {
     /// Since the last commit.
     schedule_calls: u32,
     pub(crate) reached: Reached,
+    pub(crate) slid: Slid,
 }
 
 impl<D: Device> World<D> {
@@ -220,6 +252,8 @@ impl<D: Device> World<D> {
             scheduler: Scheduler::new(config, cache.clone()).unwrap(),
             config,
             device: D::new(&cache),
+            stacks: stacks_of(&cache),
+            pool_tokens: pool_tokens(&cache, 1),
             cache,
             max_chats: 12,
             chats: BTreeMap::new(),
@@ -232,6 +266,7 @@ impl<D: Device> World<D> {
             extended: BTreeMap::new(),
             schedule_calls: 0,
             reached: Reached::default(),
+            slid: Slid::default(),
         }
     }
 
@@ -239,6 +274,9 @@ impl<D: Device> World<D> {
     pub(crate) fn check(&mut self) {
         self.scheduler.assert_consistent();
         assert_states_sum(self.scheduler.cache());
+        if !self.in_step {
+            self.device.spoil_free(self.scheduler.cache());
+        }
         for (&id, chat) in &self.chats {
             let left = &chat.tokens[..chat.cut.unwrap_or(chat.tokens.len())];
             assert_eq!(self.scheduler.tokens(id), Some(left), "tokens of {id:?}");
@@ -296,10 +334,9 @@ impl<D: Device> World<D> {
     }
 
     fn limit(&self, len: usize, max_new: Option<u32>) -> usize {
-        let pool = self.cache.num_blocks() * self.cache.block_size();
         match max_new {
             Some(max_new) => len + max_new as usize,
-            None => (self.cache.max_sequence_tokens().min(pool) as usize).max(len),
+            None => (self.cache.max_sequence_tokens().min(self.pool_tokens) as usize).max(len),
         }
     }
 
@@ -345,9 +382,9 @@ impl<D: Device> World<D> {
             Err(error) => {
                 assert_eq!(self.snapshot(), before, "{error}");
                 let most = self.limit(turn.len as usize, turn.max_new);
+                let blocks = most_blocks(&self.cache, most as u32, self.config.step_tokens);
                 let fits = most <= self.cache.max_sequence_tokens() as usize
-                    && turn.samples as usize * most.div_ceil(self.cache.block_size() as usize)
-                        <= self.cache.num_blocks() as usize;
+                    && turn.samples * blocks <= self.cache.num_blocks();
                 let running = self.config.max_running.unwrap_or(self.cache.max_sequences());
                 assert!(!fits || turn.samples > running || turn.len == 0, "{error} though it fits");
                 None
@@ -400,6 +437,7 @@ impl<D: Device> World<D> {
         let old = self.chats[&id].cut.unwrap_or(self.chats[&id].tokens.len());
         let len = len % (old + 2);
         let before = self.snapshot();
+        let computed = self.scheduler.computed_tokens(id).unwrap_or(0);
         match self.scheduler.truncate(id, len) {
             Ok(()) => {
                 self.reached.cuts += 1;
@@ -411,6 +449,12 @@ impl<D: Device> World<D> {
                     chat.cut = Some(len);
                 } else {
                     chat.tokens.truncate(len);
+                    let most = if chat.kept { len } else { len - 1 } as u32;
+                    let left = self.scheduler.computed_tokens(id).unwrap_or(0);
+                    // All of it, or nothing where a window has left something behind.
+                    let is_behind = left == 0 && computed.min(most) > 0;
+                    assert!(left == computed.min(most) || is_behind, "{id:?}: {left} of {computed} are left");
+                    self.slid.cuts_behind += u64::from(is_behind);
                 }
                 chat.drafts.clear();
             }
@@ -578,10 +622,29 @@ impl<D: Device> World<D> {
         }
         self.in_step = true;
         let planned: Vec<SequenceId> = self.scheduler.planned_sequences().collect();
-        let salts: Vec<u64> = planned.iter().map(|&id| self.chats[&self.chat_of(id)].salt).collect();
-        assert_eq!(salts.len() as u32, plan.num_sequences(), "sequences of the plan");
-        self.plan = Some(Outstanding { plan, salts, seen: None });
+        assert_eq!(planned.len() as u32, plan.num_sequences(), "sequences of the plan");
+        let firsts = plan.query_starts().iter().map(|&row| plan.positions().get(row as usize));
+        let known = planned.iter().zip(firsts).map(|(&id, first)| {
+            let chat = &self.chats[&self.chat_of(id)];
+            Known { salt: chat.salt, before: chat.tokens[..*first.unwrap() as usize].to_vec() }
+        });
+        let known: Vec<Known> = known.collect();
+        for (known, rows) in known.iter().zip(plan.query_starts().windows(2)) {
+            if self.leaves_behind(known.before.len() as u32) {
+                self.slid.rows += u64::from(rows[1] - rows[0]);
+            }
+        }
+        self.plan = Some(Outstanding { plan, known, seen: None });
         true
+    }
+
+    /// Whether some stack lacks blocks of a sequence of `len` tokens.
+    fn leaves_behind(&self, len: u32) -> bool {
+        let lacks = |stack: &Stack| {
+            let [first, rest] = stack.reach.kept(len, stack.block_size);
+            first.end < rest.start
+        };
+        self.stacks.iter().any(lacks)
     }
 
     /// A transfer under way ends, and is reported; twice, for good measure.
@@ -646,8 +709,8 @@ impl<D: Device> World<D> {
     /// The outstanding plan runs on the device.
     pub(crate) fn run(&mut self) {
         if let Some(outstanding) = &mut self.plan {
-            let Outstanding { plan, salts, seen } = outstanding;
-            seen.get_or_insert_with(|| self.device.run(plan, salts));
+            let Outstanding { plan, known, seen } = outstanding;
+            seen.get_or_insert_with(|| self.device.run(plan, known));
         }
     }
 
@@ -745,7 +808,7 @@ impl<D: Device> World<D> {
             let answers = plan.logit_rows().iter().zip(results);
             let mut own = answers.filter(|(row, _)| (rows[0]..rows[1]).contains(&row.row)).peekable();
             if own.peek().is_some() && own.all(|(_, &result)| result == RowResult::Invalid) {
-                self.device.spoil(&plan.slot_mapping()[rows[0] as usize..rows[1] as usize]);
+                self.device.spoil(plan, rows[0] as usize..rows[1] as usize);
             }
         }
     }
@@ -758,6 +821,7 @@ impl<D: Device> World<D> {
         };
         let mut preempted = Vec::new();
         let mut admitted = Vec::new();
+        let mut hits = Vec::new();
         let one_call = std::mem::take(&mut self.schedule_calls) == 1;
         let events = self.scheduler.commit(plan, results).unwrap().to_vec();
         for &event in &events {
@@ -774,6 +838,7 @@ impl<D: Device> World<D> {
                 }
                 StepEvent::Admitted { sequence, prefix } => {
                     admitted.push(class(sequence));
+                    hits.push(prefix.cached_tokens);
                     assert!(prefix.cached_tokens <= prefix.wanted_tokens, "I6: {prefix:?}");
                 }
                 StepEvent::Preempted { sequence, .. } => {
@@ -790,6 +855,7 @@ impl<D: Device> World<D> {
                 "I9: {admitted:?} admitted by a step that preempted {preempted:?}: {events:?}"
             );
         }
+        self.slid.hits += hits.into_iter().filter(|&len| self.leaves_behind(len)).count() as u64;
         for id in std::mem::take(&mut self.ended) {
             let ended = Told { tokens: Vec::new(), end: Some(FinishReason::Aborted) };
             assert_eq!(told.remove(&id), Some(ended), "{id:?} was aborted before the step");
@@ -835,7 +901,7 @@ impl<D: Device> World<D> {
 
     /// Runs to the end, then drops what was kept: everything must finish, within a bounded number of steps, and every
     /// block must return.
-    pub(crate) fn finish(mut self) -> Reached {
+    pub(crate) fn finish(mut self) -> (Reached, Slid) {
         self.plan = None;
         let most: usize = self.chats.values().map(|chat| chat.max_len * chat.samples.len().max(1)).sum();
         let bound = most * (self.config.max_preemptions as usize + 3) + 100;
@@ -864,19 +930,27 @@ impl<D: Device> World<D> {
         }
         assert_eq!(self.scheduler.stats().cache.host_free_blocks, self.cache.host_blocks(), "leaked");
         self.take_the_whole_pool();
-        self.reached
+        (self.reached, self.slid)
     }
 
     /// After any history one sequence can have every block (I1).
     fn take_the_whole_pool(&mut self) {
-        let tokens =
-            (self.cache.num_blocks() * self.cache.block_size()).min(self.cache.max_sequence_tokens());
+        // What is promised must be there for the largest steps, and otherwise they may be as small as they must.
+        let rows = if self.config.admission == Admission::Guaranteed { self.config.step_tokens } else { 1 };
+        let tokens = pool_tokens(&self.cache, rows).min(self.cache.max_sequence_tokens());
         let request = Request::new(vec![1; tokens as usize]).max_new_tokens(0).keep(true);
         let id = self.scheduler.add(request).unwrap();
+        let mut slid_at = 0;
         while let Schedule::Step(plan) = self.scheduler.schedule() {
+            slid_at = plan.positions()[0];
             self.scheduler.commit(plan, &[]).unwrap();
         }
-        let (blocks, held) = (tokens.div_ceil(self.cache.block_size()), self.scheduler.stats().cache);
+        assert_eq!(
+            self.scheduler.computed_tokens(id.sample(0)),
+            Some(tokens),
+            "I1: one sequence cannot have the pool"
+        );
+        let (blocks, held) = (num_blocks(&self.cache, slid_at, tokens), self.scheduler.stats().cache);
         assert_eq!(held.held_blocks, blocks, "I1: one sequence cannot have the pool: {held:?}");
         assert!(self.scheduler.abort(id).unwrap());
     }
