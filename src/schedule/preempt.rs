@@ -13,7 +13,8 @@ use crate::schedule::sequence::{Sequence, State};
 use crate::schedule::step_plan::TransferReport;
 
 impl Scheduler {
-    /// How fast the machine is, for [`PreemptionMode::Auto`]. Rates that are not positive count as not known.
+    /// How fast the machine is, for [`PreemptionMode::Auto`](crate::PreemptionMode::Auto). Rates that are not positive count
+    /// as not known.
     pub fn set_rates(&mut self, rates: Rates) {
         self.residency.set_rates(rates);
     }
