@@ -38,10 +38,17 @@ pub(super) enum Lacking {
 }
 
 impl Scheduler {
-    /// Lets in the first in line, or a sequence that may go instead; with `only_first`, none that merely fits. Returns
-    /// which, or what the first one lacks.
-    pub(super) fn admit_next(&mut self, only_first: bool) -> Result<Index, Lacking> {
-        let admitted = self.admit_first(only_first);
+    /// Lets in the first in line, or a sequence that may go instead; where others were preempted for the first one, none
+    /// that merely fits. Returns which, or what the first one lacks.
+    pub(super) fn admit_next(&mut self, preempted_for: Option<Index>) -> Result<Index, Lacking> {
+        let admitted = match preempted_for.filter(|&index| self.line.first() != Some(index)) {
+            // Whoever stood behind a victim may come before it now.
+            Some(index) => match self.ask(index) {
+                Err(_) if self.running.is_empty() => self.admit_first(true),
+                asked => asked.map(|()| index),
+            },
+            None => self.admit_first(preempted_for.is_some()),
+        };
         self.matched.index = None;
         admitted
     }

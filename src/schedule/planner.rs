@@ -274,14 +274,19 @@ impl Scheduler {
         self.line.first().map(|first| (self.get(first).place(), given_up))
     }
 
-    /// Lets requests in while rows are left, `only_first` that one that others were preempted for. Returns what the first
-    /// one left outside lacks.
-    fn admit(&mut self, plan: &mut StepPlan, budget: &mut Budget, only_first: bool) -> Option<Lacking> {
+    /// Lets requests in while rows are left, or only the one that others were preempted for. Returns what the first one left
+    /// outside lacks.
+    fn admit(
+        &mut self,
+        plan: &mut StepPlan,
+        budget: &mut Budget,
+        preempted_for: Option<Index>,
+    ) -> Option<Lacking> {
         while self.line.first().is_some() {
             if plan.num_rows() > 0 && (budget.rows == 0 || budget.work == 0) {
                 return None;
             }
-            let index = match self.admit_next(only_first) {
+            let index = match self.admit_next(preempted_for) {
                 Ok(index) => index,
                 Err(lacking) => {
                     self.closed_at = self.door();
@@ -291,7 +296,7 @@ impl Scheduler {
             if let Planned::Rows(used) = self.plan_sequence(plan, index, *budget) {
                 *budget = budget.minus(used);
             }
-            if only_first {
+            if preempted_for.is_some() {
                 return None;
             }
         }

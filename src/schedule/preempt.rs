@@ -180,9 +180,13 @@ impl Scheduler {
     }
 
     /// Preempts sequences of lower classes for the first in line, if it cannot be let in otherwise and that lets it in.
-    /// Returns whether it did: then this step lets in nobody else (I9).
-    pub(super) fn displace(&mut self) -> bool {
-        let Some(first) = self.line.first() else { return false };
+    /// Returns for whom: then this step lets in nobody else (I9).
+    pub(super) fn displace(&mut self) -> Option<Index> {
+        let first = self.line.first()?;
+        self.displace_for_first(first).then_some(first)
+    }
+
+    fn displace_for_first(&mut self, first: Index) -> bool {
         let (priority, place) = (self.get(first).priority, self.get(first).place());
         let is_lower = |scheduler: &Self, other: Index| {
             let other = scheduler.get(other);
