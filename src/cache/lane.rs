@@ -35,7 +35,8 @@ impl Lane {
             let block_shift = block_size.trailing_zeros();
             let first = reach.first_blocks(node_tokens) << (node_tokens.trailing_zeros() - block_shift);
             if first > 0 {
-                lanes.push(Self { stack, start: 0, end: first, reach: Reach::All, block_shift });
+                let reach = if fault!(FirstTokensPass) { reach } else { Reach::All };
+                lanes.push(Self { stack, start: 0, end: first, reach, block_shift });
             }
             lanes.push(Self { stack, start: first, end: u32::MAX, reach, block_shift });
         }
