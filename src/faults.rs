@@ -74,6 +74,7 @@ mod active {
         DraftsCountedIn 7 "A commit counts rows of refused drafts as computed."
         HitNotPromised 8 "Blocks found in the prefix cache are not promised."
         CopyNotPromised 8 "The copies of shared last blocks are not promised."
+        WindowSharingPromised 8 "What tables share in a window is promised to them once."
         LostSharingPromised 8 "After a lost device each is promised what was promised when blocks were shared."
         PreemptedWithoutBound 9 "No sequence is ever at the bound of preemptions."
         VictimsFreeTooLittle 9 "Victims are spared although one more block is needed."
@@ -81,9 +82,16 @@ mod active {
         NoLastResort 9 "A step without rows gives up."
         MaximumUnchecked 10 "A request may be longer than a table."
         SlotShared 11 "Two neighbours of a sequence have one slot."
+        OtherStacksTable 11 "The entries of all stacks' tables are sent as the first stack's."
         RollbackKeepsLength 12 "A rolled back table stays as long as it was planned."
         RollbackKeepsCopy 12 "A rolled back table keeps its copy of a shared block."
         DroppedEntriesNotSent 12 "Table entries of a dropped plan count as sent."
+        WindowGivesTooMuch 15 "A window gives back one block too many."
+        WindowOfPlannedLength 15 "Windows give back blocks when a step ends, on the length that was planned."
+        FirstTokensPass 15 "The first tokens go with the window."
+        HitLacksWindow 15 "A hit is taken although a window lacks a block of it."
+        BehindWindowShared 15 "Tables are cut, and shared, to where a window has left something behind."
+        WindowKeepsAll 15 "What a window has left behind is not given back."
     }
 
     impl Fault {

@@ -253,6 +253,7 @@ impl BlockPool {
         if self.promised.is_empty() {
             self.promised.resize(self.ref_counts.len(), 0);
         }
+        let alone = alone && !fault!(WindowSharingPromised);
         let count = &mut self.promised[block.0 as usize];
         *count += 1;
         self.promises.entries += u64::from(!alone);
@@ -264,6 +265,7 @@ impl BlockPool {
 
     /// A promised table does not hold `block` any more.
     pub(super) fn unpromise(&mut self, block: BlockId, alone: bool) {
+        let alone = alone && !fault!(WindowSharingPromised);
         let count = &mut self.promised[block.0 as usize];
         debug_assert!(*count > 0, "{block:?} is promised to no table");
         *count = count.saturating_sub(1);

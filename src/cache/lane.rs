@@ -38,7 +38,8 @@ impl Lane {
             let block_shift = block_size.trailing_zeros();
             let first = reach.first_blocks(node_tokens) << (node_tokens.trailing_zeros() - block_shift);
             if first > 0 {
-                lanes.push(Self::new(stack, 0..first, Reach::All, block_shift));
+                let reach = if fault!(FirstTokensPass) { reach } else { Reach::All };
+                lanes.push(Self::new(stack, 0..first, reach, block_shift));
             }
             lanes.push(Self::new(stack, first..u32::MAX, reach, block_shift));
         }

@@ -151,7 +151,7 @@ impl KvCache {
     /// How many of these nodes, from the first on, can be taken: up to the last one at whose end no lane lacks a block that
     /// is kept there.
     fn usable_nodes(&self, nodes: &[NodeId]) -> usize {
-        if self.nodes.is_simple() {
+        if self.nodes.is_simple() || fault!(HitLacksWindow) {
             return nodes.len();
         }
         // Of each lane: from here on it lacks nothing.

@@ -224,13 +224,26 @@ impl KvCache {
         }
     }
 
+    /// A fault: windows move on as if all that was planned had been committed.
+    fn slide_planned(&mut self) {
+        for table in self.step_tables.clone() {
+            if self.live(table).is_ok() {
+                self.tables[table.row as usize].in_step = false;
+                self.slide(table);
+            }
+        }
+    }
+
     fn slide_run(&mut self, row: usize, lane: usize) {
         let table = &self.tables[row];
         if table.in_step || !table.runs[lane].host.is_empty() {
             return;
         }
-        let kept_from = self.lanes[lane].first_of(table.len);
         let first = table.runs[lane].first;
+        let kept_from = self.lanes[lane].first_of(table.len);
+        let has_more = kept_from + 1 < table.runs[lane].pool_end();
+        let kept_from = kept_from + u32::from(fault!(WindowGivesTooMuch) && has_more);
+        let kept_from = if fault!(WindowKeepsAll) { first } else { kept_from };
         let passed = (kept_from.saturating_sub(first) as usize).min(table.runs[lane].blocks.len());
         for index in 0..passed {
             let block = self.tables[row].runs[lane].blocks[index];
@@ -370,6 +383,9 @@ impl KvCache {
         if !self.step_tables.is_empty() {
             self.last_committed = self.last_step;
         }
+        if fault!(WindowOfPlannedLength) {
+            self.slide_planned();
+        }
         for table in self.step_tables.drain(..) {
             let row = &mut self.tables[table.row as usize];
             if row.live && row.generation == table.generation {
@@ -395,6 +411,9 @@ impl KvCache {
                 let row = &mut self.tables[table.row as usize];
                 row.runs.iter_mut().for_each(|run| run.dirty_from = run.pool_end());
             }
+        }
+        if fault!(WindowOfPlannedLength) {
+            self.slide_planned();
         }
         while let Some(undo) = self.journal.pop() {
             match undo {

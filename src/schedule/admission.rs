@@ -38,9 +38,20 @@ pub(super) enum Lacking {
 }
 
 impl Scheduler {
-    /// Lets in the first in line, or a sequence that may go instead; with `only_first`, none that merely fits. Returns
-    /// which, or what the first one lacks.
-    pub(super) fn admit_next(&mut self, first: Index, only_first: bool) -> Result<Index, Lacking> {
+    /// Lets in the `first` in line, or a sequence that may go instead; where others were preempted for one, that one alone,
+    /// though a sequence that stood behind a victim may come before it by now. Returns which, or what the first one lacks.
+    pub(super) fn admit_next(
+        &mut self,
+        first: Index,
+        preempted_for: Option<Index>,
+    ) -> Result<Index, Lacking> {
+        if let Some(index) = preempted_for.filter(|&index| index != first) {
+            let asked = self.ask(index).map(|()| index);
+            if asked.is_ok() || !self.sequences.running().is_empty() {
+                return asked;
+            }
+        }
+        let only_first = preempted_for.is_some();
         let (mut first, mut num_sent) = (first, 0);
         let mut lacking = loop {
             match self.ask(first) {
@@ -242,7 +253,8 @@ impl Scheduler {
         let taken = found.map_or(0, |found| self.cache.blocks_taken_by(found));
         // A block that matches in part is taken, and copied.
         let adopted = found.map_or(0, |found| found.num_full_blocks());
-        let own = self.cache.blocks_to_read(target).saturating_sub(held + adopted);
+        let returning = blocks::returning(&self.cache, sequence.table());
+        let own = self.cache.blocks_to_read(target).saturating_sub(held + adopted).max(returning);
         // Prompts that are being read still need blocks that they were let in for.
         let owed = self.sequences.owed_beside(index);
         let watermark = if self.sequences.running().is_empty() { 0 } else { watermark_blocks };

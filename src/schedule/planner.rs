@@ -87,7 +87,7 @@ impl Scheduler {
     /// Plans a step. Returns what the first in line lacks, if it was asked.
     fn fill(&mut self, plan: &mut StepPlan, budget: &mut Budget) -> Option<Lacking> {
         let first = self.sequences.first_in_line();
-        let displaced = first.is_some_and(|first| self.displace(first));
+        let preempted_for = first.filter(|&first| self.displace(first));
         let (start, mut lacking) = (self.stats.preemptions, None);
         loop {
             let before = self.stats.preemptions;
@@ -100,7 +100,7 @@ impl Scheduler {
             // None comes into the line while none is preempted.
             let may_admit = first.is_some() && self.stats.preemptions == start;
             if may_admit || fault!(AdmittedAfterPreempting) {
-                lacking = self.admit(plan, budget, displaced);
+                lacking = self.admit(plan, budget, preempted_for);
             }
             let ends = !plan.token_ids.is_empty() || self.sequences.are_idle() || fault!(NoLastResort);
             if ends || std::mem::replace(&mut self.last_resort, true) {
@@ -239,14 +239,19 @@ impl Scheduler {
         self.sequences.first_in_line().map(|first| (self.sequences[first].place(), given_up))
     }
 
-    /// Lets requests in while rows are left, `only_first` that one that others were preempted for. Returns what the first
-    /// one left outside lacks.
-    fn admit(&mut self, plan: &mut StepPlan, budget: &mut Budget, only_first: bool) -> Option<Lacking> {
+    /// Lets requests in while rows are left, or only the one that others were preempted for. Returns what the first one left
+    /// outside lacks.
+    fn admit(
+        &mut self,
+        plan: &mut StepPlan,
+        budget: &mut Budget,
+        preempted_for: Option<Index>,
+    ) -> Option<Lacking> {
         while let Some(first) = self.sequences.first_in_line() {
             if !plan.token_ids.is_empty() && (budget.rows == 0 || budget.work == 0) {
                 return None;
             }
-            let admitted = self.admit_next(first, only_first);
+            let admitted = self.admit_next(first, preempted_for);
             self.matched.forget();
             let index = match admitted {
                 Ok(index) => index,
@@ -259,7 +264,7 @@ impl Scheduler {
             if let Planned::Rows(used) = self.plan_sequence(plan, index, wants, *budget) {
                 *budget = budget.minus(used);
             }
-            if only_first {
+            if preempted_for.is_some() {
                 return None;
             }
         }

@@ -65,6 +65,7 @@ pub(super) fn push_rows(
         }
         let unchanged = run.dirty_from - run.first_entry;
         let changed = &run.blocks[unchanged as usize..];
+        let stack = if fault!(OtherStacksTable) { &mut plan.stacks[0] } else { stack };
         if !changed.is_empty() {
             stack.table_changes.push(TableChange {
                 table_row: table.row(),
