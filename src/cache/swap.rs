@@ -105,6 +105,8 @@ impl KvCache {
     pub(crate) fn swap_out(&mut self, table: TableId, spared: Option<TableId>) -> Result<u32, CacheError> {
         debug_assert!(self.outstanding, "blocks are moved only by a step");
         self.idle(table)?;
+        // What windows have left behind does not move; were it to return, nobody could have it in the step that fills it.
+        self.slide(table);
         let lanes = 0..self.lanes.len();
         let moving = |lane| {
             let rows = self.moving_with(table, lane, spared);
