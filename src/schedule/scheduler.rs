@@ -194,8 +194,8 @@ impl Scheduler {
         }
         // What is computed stays, but for the last token where its logits are needed again (I6).
         let computed = self.get(index).computed.min(len as u32 - 1);
+        let computed = if self.cut_table(index, computed) { 0 } else { computed };
         if let Some(table) = self.get(index).table {
-            self.cache.truncate(table, computed)?;
             self.cache.set_max_tokens(table, max_tokens)?;
         }
         let arrival = self.arrive();
