@@ -183,8 +183,14 @@ impl Scheduler {
     fn promise(&mut self, index: Index) -> Result<(), Lacking> {
         self.set_promised(index, true);
         loop {
+            let evictions = self.cache.num_evictions();
             let lacking = match self.promises().check(None) {
                 Ok(()) if self.ensure_tables(index, None) => {
+                    if self.cache.num_evictions() != evictions {
+                        // A window's block may have gone, and with it the hit that shares what others are promised.
+                        self.match_prefix(index);
+                        continue;
+                    }
                     self.sequences.note_claims(index);
                     return Ok(());
                 }

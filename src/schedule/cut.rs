@@ -60,7 +60,7 @@ impl Scheduler {
             return;
         }
         self.ledger.note_late_cut(index, false);
-        let is_behind = self.cut_table(index);
+        let is_behind = self.cut_table(index, self.sequences[index].computed());
         self.ledger.note_given_up();
         self.renew_promise(index);
         self.sequences.recount(index, &self.cache);
@@ -81,11 +81,10 @@ impl Scheduler {
         }
     }
 
-    /// Cuts a sequence's table to what is computed. Where a window has left behind what the next row would see, it gives
-    /// the table up: it is computed again. Returns whether it did.
-    fn cut_table(&mut self, index: Index) -> bool {
-        let sequence = &self.sequences[index];
-        let (Some(table), len) = (sequence.table(), sequence.computed()) else { return false };
+    /// Cuts a sequence's table to `len` tokens. Where a window has left behind what the next row would see, it gives the
+    /// table up: it is computed again. Returns whether it did.
+    pub(super) fn cut_table(&mut self, index: Index, len: u32) -> bool {
+        let Some(table) = self.sequences[index].table() else { return false };
         if !self.cache.reaches(table, len) {
             self.restart(index);
             return true;

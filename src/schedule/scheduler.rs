@@ -166,9 +166,11 @@ impl Scheduler {
             }
         }
         // What is computed stays, but for the last token where its logits are needed again (I6).
-        let sequence = &self.sequences[index];
-        if let Some(table) = sequence.table() {
-            self.cache.truncate(table, sequence.computed().min(len as u32 - 1))?;
+        let computed = self.sequences[index].computed().min(len as u32 - 1);
+        if self.cut_table(index, computed) {
+            self.renew_promise(index);
+        }
+        if let Some(table) = self.sequences[index].table() {
             self.cache.set_max_tokens(table, max_tokens)?;
         }
         // Its last block may be partly filled now, and others' as well.

@@ -60,13 +60,19 @@ fn serve(shape: &ModelShape, prompt: u32, new: u32) -> (u32, u32) {
     let mut scheduler = Scheduler::new(guaranteed, config).unwrap();
     let request = Request::new(vec![1; prompt as usize]).max_new_tokens(new).keep(true);
     scheduler.add(request).unwrap();
+    let promised = run(&mut scheduler);
+    (scheduler.stats().cache.held_blocks, promised)
+}
+
+/// Serves everything to its end. Returns the most blocks that were promised.
+fn run(scheduler: &mut Scheduler) -> u32 {
     let mut promised = 0;
     while let Schedule::Step(plan) = scheduler.schedule() {
         promised = promised.max(scheduler.stats().cache.promised_blocks);
         let results = vec![RowResult::Token(2); plan.logit_rows().len()];
         scheduler.commit(plan, &results).unwrap();
     }
-    (scheduler.stats().cache.held_blocks, promised)
+    promised
 }
 
 #[test]
@@ -215,4 +221,27 @@ fn without_a_group_that_sees_everything_a_hit_needs_the_windows_alone() {
     let (_, len) = cache.create_with_prefix(&Namespace::default(), &tokens, 64).unwrap();
     assert_eq!(len, 61);
     cache.assert_consistent();
+}
+
+#[test]
+fn a_turn_whose_last_token_is_behind_a_window_is_computed_again() {
+    let shape = ModelShape::of_groups([
+        LayerGroup::new([0], 2, 1, 8).with_reach(Reach::Window { tokens: 1, first: 0 })
+    ]);
+    let cache = CacheConfig::for_blocks(16, &shape, KvType::F32).unwrap().with_block_size(1).unwrap();
+    for admission in [Admission::Guaranteed, Admission::Overcommitted { watermark_blocks: 0 }] {
+        let config = SchedulerConfig { admission, ..SchedulerConfig::default() };
+        let mut scheduler = Scheduler::new(config, cache.clone()).unwrap();
+        let chat = scheduler.add(Request::new([1, 2, 3]).max_new_tokens(2).keep(true)).unwrap();
+        run(&mut scheduler);
+        assert_eq!(scheduler.computed_tokens(chat), Some(4));
+        // What the row at 3 sees is there, and nothing else.
+        scheduler.truncate(chat, 3).unwrap();
+        assert_eq!(scheduler.computed_tokens(chat), Some(3));
+        scheduler.extend(chat, Request::new([]).max_new_tokens(1)).unwrap();
+        assert_eq!(scheduler.computed_tokens(chat), Some(0), "its last token is computed again, and all before it");
+        run(&mut scheduler);
+        assert_eq!(scheduler.stats().cache.promised_blocks, 0);
+        scheduler.assert_consistent();
+    }
 }

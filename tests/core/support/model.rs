@@ -428,6 +428,7 @@ impl<D: Device> World<D> {
                 self.chats.insert(id, chat);
                 self.extended.insert(id, turn.priority);
             }
+            Err(RequestError::Cache(error)) => panic!("{error}"),
             Err(error) => assert_eq!(self.snapshot(), before, "{error}"),
         }
     }
