@@ -335,9 +335,9 @@ impl Sequences {
     /// Has a sequence in line wait behind a running one, which computes what it needs.
     pub(in crate::schedule) fn stand_behind(&mut self, index: Index, other: Index) {
         let record = self.record(index);
-        record.behind = Some(other);
-        let place = record.place();
-        self.line.stand_behind(place, other);
+        // One that is promised its blocks is asked out of turn, and may stand behind a sequence already.
+        let (place, before) = (record.place(), record.behind.replace(other));
+        self.line.stand_behind(place, before, other);
     }
 
     /// Has those in line that wait for what this one computes be asked again. Returns whether there are any.
