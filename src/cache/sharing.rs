@@ -334,7 +334,7 @@ impl KvCache {
     pub(crate) fn keep_nodes(&mut self, table: TableId, num_nodes: u32, retain: &[RetainRange]) {
         let row = table.row as usize;
         for place in 0..num_nodes.min(self.tables[row].registered) {
-            self.raise_keep(self.node_at(row, place), place, retain);
+            self.raise_keep(row, self.node_at(row, place), place, retain);
         }
     }
 
@@ -379,7 +379,7 @@ impl KvCache {
                 }
             };
             self.step_to(row, node);
-            self.raise_keep(node, place, retain);
+            self.raise_keep(row, node, place, retain);
         }
     }
 
@@ -484,8 +484,9 @@ impl KvCache {
     }
 
     /// Keeps a node for longer, and retains it better, if `retain` says so of the node at `place`. It is retained no worse
-    /// than its children are; blocks of windows are where a hit at the end of what is retained needs them.
-    fn raise_keep(&mut self, node: NodeId, place: u32, retain: &[RetainRange]) {
+    /// than its children are; blocks of windows are where a hit at the end of what is retained needs them, and pinned only
+    /// where the table of `row` holds them: others were available, and may be promised.
+    fn raise_keep(&mut self, row: usize, node: NodeId, place: u32, retain: &[RetainRange]) {
         let keep = keep_of(retain, place * self.node_tokens..(place + 1) * self.node_tokens);
         let Some(prefix) = &mut self.prefix else { return };
         prefix.keep_for(node, keep.ttl_steps);
@@ -494,10 +495,13 @@ impl KvCache {
             let retention = if essential { keep.retention } else { Retention::Low };
             self.pool.set_cached(block, retention.max(self.pool.retention(block)), limited);
         }
-        for lane in self.lanes.iter().filter(|lane| !lane.is_whole() && !retain.is_empty()) {
+        let windows = self.lanes.iter().zip(&self.tables[row].runs).filter(|(lane, _)| !lane.is_whole());
+        for (lane, run) in windows.filter(|_| !retain.is_empty()) {
             for entry in self.nodes.entries_at(lane, place).filter(|&entry| lane.covers(entry)) {
                 let Some(block) = self.nodes.block_at(node, lane, entry) else { continue };
                 let retention = keep_in_window(retain, lane, entry, self.node_tokens);
+                let is_held = run.block_at(entry) == Some(block);
+                let retention = if is_held { retention } else { retention.min(Retention::High) };
                 self.pool.set_cached(block, retention.max(self.pool.retention(block)), limited);
             }
         }
