@@ -198,6 +198,8 @@ impl Scheduler {
         if let Some(table) = self.get(index).table {
             self.cache.set_max_tokens(table, max_tokens)?;
         }
+        // Where the last token is computed again, its block may be one that others know.
+        self.note_tail(index);
         let arrival = self.arrive();
         let rank = self.rank(request.priority);
         self.leave_queue(index);
