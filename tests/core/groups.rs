@@ -239,7 +239,11 @@ fn a_turn_whose_last_token_is_behind_a_window_is_computed_again() {
         scheduler.truncate(chat, 3).unwrap();
         assert_eq!(scheduler.computed_tokens(chat), Some(3));
         scheduler.extend(chat, Request::new([]).max_new_tokens(1)).unwrap();
-        assert_eq!(scheduler.computed_tokens(chat), Some(0), "its last token is computed again, and all before it");
+        assert_eq!(
+            scheduler.computed_tokens(chat),
+            Some(0),
+            "its last token is computed again, and all before it"
+        );
         run(&mut scheduler);
         assert_eq!(scheduler.stats().cache.promised_blocks, 0);
         scheduler.assert_consistent();
