@@ -338,7 +338,7 @@ impl KvCache {
         let row = table.row as usize;
         for place in 0..num_nodes.min(self.tables[row].registered) {
             let keep = keep_of(retain, place * self.node_tokens..(place + 1) * self.node_tokens);
-            self.raise_keep(self.node_at(row, place), place, keep, retain);
+            self.raise_keep(row, self.node_at(row, place), place, keep, retain);
         }
     }
 
@@ -374,7 +374,7 @@ impl KvCache {
                     return;
                 }
                 self.step_to(row, known);
-                self.raise_keep(known, place, keep, retain);
+                self.raise_keep(row, known, place, keep, retain);
                 continue;
             }
             if self.is_partly_anothers(row, place) {
@@ -489,8 +489,9 @@ impl KvCache {
     }
 
     /// Keeps a node for longer, and retains it better, if `keep` says so of the node at `place`; blocks of windows, where a
-    /// hit at the end of what is retained needs them.
-    fn raise_keep(&mut self, node: NodeId, place: u32, keep: Keep, retain: &[RetainRange]) {
+    /// hit at the end of what is retained needs them, and pinned only where the table of `row` holds them: others were
+    /// available, and may be promised.
+    fn raise_keep(&mut self, row: usize, node: NodeId, place: u32, keep: Keep, retain: &[RetainRange]) {
         let Some(prefix) = &mut self.prefix else { return };
         prefix.keep_for(node, keep.ttl_steps);
         let limited = prefix.is_limited(node);
@@ -498,10 +499,14 @@ impl KvCache {
             let retention = if essential { keep.retention } else { Retention::Low };
             self.pool.set_cached(block, retention.max(self.pool.retention(block)), limited);
         }
-        for lane in self.lanes.iter().filter(|lane| !lane.is_whole() && !retain.is_empty()) {
+        let windows =
+            self.lanes.iter().zip(self.tables[row].runs.iter()).filter(|(lane, _)| !lane.is_whole());
+        for (lane, run) in windows.filter(|_| !retain.is_empty()) {
             for entry in self.nodes.entries_at(lane, place).filter(|&entry| lane.covers(entry)) {
                 let Some(block) = self.nodes.block_at(node, lane, entry) else { continue };
                 let retention = keep_in_window(retain, lane, entry, self.node_tokens);
+                let is_held = run.block_at(entry) == Some(block);
+                let retention = if is_held { retention } else { retention.min(Retention::High) };
                 self.pool.set_cached(block, retention.max(self.pool.retention(block)), limited);
             }
         }

@@ -108,7 +108,8 @@ impl Scheduler {
     }
 
     /// Whether a sequence for which no room can be made gives up its own blocks: by policy, while others run that may
-    /// need them, and if that frees any.
+    /// need them, and if that frees any. Where windows move on, several may hold what another one has left behind, so that
+    /// none of them frees anything alone: then each gives way when nobody goes on otherwise.
     pub(super) fn yields(&self, index: Index) -> bool {
         let sequence = &self.sequences[index];
         self.config.victims == VictimPolicy::Requester
@@ -119,6 +120,7 @@ impl Scheduler {
                 // Blocks return, or the copy of a shared one is saved.
                 self.cache.swappable_blocks(table, None) > 0
                     || self.cache.shared_tail_blocks(table).next().is_some()
+                    || (self.last_resort && self.slides)
             })
     }
 

@@ -226,7 +226,7 @@ fn without_a_group_that_sees_everything_a_hit_needs_the_windows_alone() {
 #[test]
 fn a_turn_whose_last_token_is_behind_a_window_is_computed_again() {
     let shape = ModelShape::of_groups([
-        LayerGroup::new([0], 2, 1, 8).with_reach(Reach::Window { tokens: 1, first: 0 })
+        LayerGroup::new([0], 2, 1, 8).with_reach(Reach::Window { tokens: 2, first: 0 })
     ]);
     let cache = CacheConfig::for_blocks(16, &shape, KvType::F32).unwrap().with_block_size(1).unwrap();
     for admission in [Admission::Guaranteed, Admission::Overcommitted { watermark_blocks: 0 }] {
@@ -235,11 +235,15 @@ fn a_turn_whose_last_token_is_behind_a_window_is_computed_again() {
         let chat = scheduler.add(Request::new([1, 2, 3]).max_new_tokens(2).keep(true)).unwrap();
         run(&mut scheduler);
         assert_eq!(scheduler.computed_tokens(chat), Some(4));
-        // What the row at 3 sees is there, and nothing else.
+        // What the row at 3 sees is there, and nothing before that.
         scheduler.truncate(chat, 3).unwrap();
         assert_eq!(scheduler.computed_tokens(chat), Some(3));
         scheduler.extend(chat, Request::new([]).max_new_tokens(1)).unwrap();
-        assert_eq!(scheduler.computed_tokens(chat), Some(0), "its last token is computed again, and all before it");
+        assert_eq!(
+            scheduler.computed_tokens(chat),
+            Some(0),
+            "its last token is computed again, and all before it"
+        );
         run(&mut scheduler);
         assert_eq!(scheduler.stats().cache.promised_blocks, 0);
         scheduler.assert_consistent();
