@@ -60,22 +60,29 @@ impl Scheduler {
             return;
         }
         self.ledger.note_late_cut(index, false);
-        let is_behind = self.cut_table(index, self.sequences[index].computed());
+        let mut is_restarted = self.cut_table(index, self.sequences[index].computed());
         self.ledger.note_given_up();
         self.renew_promise(index);
         self.sequences.recount(index, &self.cache);
         self.wake_behind(index);
-        // What was pinned after the cut was promised does not keep its blocks.
+        // What was pinned after the cut was promised does not keep its blocks: neither idle content, nor what the sequence
+        // would have to copy because it was cut to within it.
         while self.sequences[index].is_promised() && self.promises().check(None).is_err() {
-            if self.cache.give_up_pins(self.cache.free_blocks() + 1) == 0 {
+            if self.cache.give_up_pins(self.cache.free_blocks() + 1) > 0 {
+                continue;
+            }
+            if self.sequences[index].table().is_none() {
                 break;
             }
+            self.restart(index);
+            self.renew_promise(index);
+            is_restarted = true;
         }
         // Shared blocks that it gave up are not free, so what it needs instead may not be there any more: then it is let
         // in again when everything can be reserved (I9).
         let sequence = &self.sequences[index];
         let is_short = sequence.is_protected() && self.reserved_blocks() > self.cache.free_blocks();
-        if is_short || is_behind && sequence.state() == State::Running {
+        if is_short || is_restarted && sequence.state() == State::Running {
             self.restart(index);
             self.requeue(index);
         }
