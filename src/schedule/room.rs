@@ -98,6 +98,7 @@ impl Scheduler {
             index,
             place: sequence.place(),
             priority: sequence.priority(),
+            is_protected: sequence.is_protected(),
             tails: blocks::shared_tails(&self.cache, sequence.table())
                 .filter(|&block| !self.cache.is_copy_source(block))
                 .collect(),

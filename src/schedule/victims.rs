@@ -84,6 +84,7 @@ pub(super) struct Requester {
     pub(super) index: Index,
     pub(super) place: Place,
     pub(super) priority: Priority,
+    pub(super) is_protected: bool,
     /// Its shared last blocks: giving one up frees no block, but saves the copy of it.
     pub(super) tails: Vec<BlockId>,
     /// What it has found in the prefix cache, and will hold itself; sorted.
@@ -145,12 +146,17 @@ impl Victims {
     }
 
     fn may_preempt(&self, policy: VictimPolicy, other: &Candidate) -> bool {
-        let Requester { index, place, priority, .. } = self.requester;
+        let Requester { index, place, priority, is_protected, .. } = self.requester;
+        // What a protected sequence's window leaves behind does not return while another one holds it, which may stand
+        // before it, and have nothing to go on with itself.
+        let is_last = is_protected && self.resort == Resort::Last;
         let within_reach = match (self.reach, policy) {
             (Reach::Idle, _) => false,
             (Reach::LowerClass, _) => other.priority > priority && other.place > place,
-            (Reach::Running, VictimPolicy::LowestPriority) => other.place > place,
-            (Reach::Running, VictimPolicy::LeastLost) => other.index != index && other.priority >= priority,
+            (Reach::Running, VictimPolicy::LowestPriority) => other.place > place || is_last,
+            (Reach::Running, VictimPolicy::LeastLost) => {
+                other.index != index && (other.priority >= priority || is_last)
+            }
             (Reach::Running, VictimPolicy::Requester) => false,
         };
         within_reach && !other.is_spared
@@ -300,6 +306,7 @@ mod tests {
             index: 5,
             place: Place::arrived(5),
             priority: Priority::Normal,
+            is_protected: false,
             tails: Vec::new(),
             found: Vec::new(),
         };
@@ -376,6 +383,21 @@ mod tests {
         view.running[1].priority = Priority::Idle;
         assert_eq!(victims(LowestPriority, Reach::LowerClass).choose(&view, 1), Some(vec![7]));
         assert_eq!(victims(LowestPriority, Reach::Running).choose(&view, 1), Some(vec![7]));
+    }
+
+    #[test]
+    fn before_a_step_has_no_row_a_protected_sequence_takes_from_those_before_it() {
+        let mut view = Written::new(&[], &[], &[(5, &[14]), (4, &[15]), (3, &[16])]);
+        view.running[0].is_spared = true;
+        view.running[2].is_spared = true;
+        for policy in [LowestPriority, LeastLost] {
+            let mut choice = Victims { resort: Resort::Last, ..victims(policy, Reach::Running) };
+            view.running[1].priority = Priority::Interactive;
+            assert_eq!(choice.choose(&view, 1), None);
+            choice.requester.is_protected = true;
+            assert_eq!((choice.choose(&view, 1), choice.choose(&view, 2)), (Some(vec![4]), None));
+            assert_eq!(Victims { resort: Resort::Usual, ..choice }.choose(&view, 1), None);
+        }
     }
 
     #[test]
