@@ -2,12 +2,12 @@
 //! committed or dropped, transfers end late, in any order, or fail. Every table must read its own tokens, whatever its layers
 //! see.
 
-use crate::rig::Random;
 use crate::naive_blocks::num_blocks;
+use crate::rig::Random;
 use crate::simulated_device::{Device, Known, SimulatedDevice, history, stacks_of};
 use paged_kv::{
-    CacheConfig, CacheError, KvCache, KvType, LayerGroup, ModelShape, Namespace, Reach, StepBuilder, StepId, StepPlan,
-    TableId,
+    CacheConfig, CacheError, KvCache, KvType, LayerGroup, ModelShape, Namespace, Reach, StepBuilder, StepId,
+    StepPlan, TableId,
 };
 use std::collections::HashSet;
 
@@ -126,7 +126,8 @@ impl World {
         let stacks = stacks_of(&config).len() as u32;
         let config = CacheConfig::for_blocks(14 * stacks, shape, KvType::F32).unwrap();
         let config = config.with_block_size(4).unwrap().with_max_sequences(7).unwrap();
-        let config = config.with_max_sequence_tokens(MAX_TOKENS).unwrap().with_host_blocks(9 * stacks).unwrap();
+        let config =
+            config.with_max_sequence_tokens(MAX_TOKENS).unwrap().with_host_blocks(9 * stacks).unwrap();
         let device = SimulatedDevice::new(&config);
         let mut cache = KvCache::new(config);
         cache.enable_prefix_cache(None).unwrap();
@@ -252,21 +253,23 @@ impl World {
     }
 }
 
+fn history_of(shape: &ModelShape, seed: u64, reached: &mut Reached) {
+    let (mut random, mut world) = (Random(seed), World::new(shape));
+    for _ in 0..STEPS {
+        match below(&mut random, 6) {
+            0 => change(&mut world.cache, &mut world.tables, &mut random, false),
+            1 | 2 => world.report(&mut random, reached),
+            _ => world.step(&mut random, reached),
+        }
+        world.settle(false);
+        reached.shared += u32::from(world.shares_on_host());
+    }
+    world.finish(&mut random, reached);
+}
+
 fn histories(shape: &ModelShape) {
     let mut reached = Reached::default();
-    for seed in 0..HISTORIES {
-        let (mut random, mut world) = (Random(seed), World::new(shape));
-        for _ in 0..STEPS {
-            match below(&mut random, 6) {
-                0 => change(&mut world.cache, &mut world.tables, &mut random, false),
-                1 | 2 => world.report(&mut random, &mut reached),
-                _ => world.step(&mut random, &mut reached),
-            }
-            world.settle(false);
-            reached.shared += u32::from(world.shares_on_host());
-        }
-        world.finish(&mut random, &mut reached);
-    }
+    (0..HISTORIES).for_each(|seed| history_of(shape, seed, &mut reached));
     println!("{reached:?}");
     let Reached { shared, outs, ins, dropped_outs, dropped_ins, failed, read } = reached;
     let counts = [shared as usize, outs, ins, dropped_outs, dropped_ins, failed as usize, read as usize];
@@ -282,6 +285,13 @@ fn every_history_of_swaps_keeps_each_table_its_own_tokens() {
 fn two_layers(first: Reach, second: Reach) -> ModelShape {
     let group = |layer: u32, reach| LayerGroup::new([layer], 2, 1, 8).with_reach(reach);
     ModelShape::of_groups([group(0, first), group(1, second)])
+}
+
+/// One history of tables with a window.
+#[cfg(feature = "faults")]
+pub(crate) fn window_history(seed: u64) {
+    let window = Reach::Window { tokens: 6, first: 0 };
+    history_of(&two_layers(Reach::All, window), seed, &mut Reached::default());
 }
 
 #[test]
