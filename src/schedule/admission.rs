@@ -43,13 +43,9 @@ impl Scheduler {
     pub(super) fn admit_next(&mut self, preempted_for: Option<Index>) -> Result<Index, Lacking> {
         let admitted = match preempted_for.filter(|&index| self.line.first() != Some(index)) {
             // Whoever stood behind a victim may come before it now.
-            Some(index) => match self.get(index).behind {
-                // It has been asked in this step.
-                Some(other) => Err(Lacking::Prompt(other)),
-                None => match self.ask(index) {
-                    Err(_) if self.running.is_empty() => self.admit_first(true),
-                    asked => asked.map(|()| index),
-                },
+            Some(index) => match self.ask(index) {
+                Err(_) if self.running.is_empty() => self.admit_first(true),
+                asked => asked.map(|()| index),
             },
             None => self.admit_first(preempted_for.is_some()),
         };
