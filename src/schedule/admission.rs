@@ -113,7 +113,8 @@ impl Scheduler {
     fn ask(&mut self, index: Index) -> Result<(), Lacking> {
         let asked = self.try_admit(index);
         self.get_mut(index).lacking = asked.err();
-        if let Err(Lacking::Prompt(other)) = asked {
+        // What it is promised may have it asked although it stands behind another one already.
+        if let (Err(Lacking::Prompt(other)), None) = (asked, self.get(index).behind) {
             self.get_mut(index).behind = Some(other);
             self.line.stand_behind(self.get(index).place(), other);
         }
