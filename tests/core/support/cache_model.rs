@@ -186,7 +186,7 @@ impl Tables {
             passed.push(run.keys().copied().filter(|entry| !stays(entry)).collect());
             let tail = run
                 .get_key_value(&(len / stack.block_size))
-                .filter(|_| num_tokens > 0 && len % stack.block_size > 0);
+                .filter(|_| num_tokens > 0 && !len.is_multiple_of(stack.block_size));
             let others = |(_, name): &(&u32, &u64)| {
                 self.holders(**name) > 1 || self.left.iter().any(|left| left.0 == **name && left.1 > len)
             };
