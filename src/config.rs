@@ -262,7 +262,7 @@ impl CacheConfig {
     }
 
     /// Fails where there is more than one group of layers, or one that does not see everything.
-    fn check_plain(&self) -> Result<(), ConfigError> {
+    pub(crate) fn check_plain(&self) -> Result<(), ConfigError> {
         if self.stacks.are_plain() {
             return Ok(());
         }
@@ -369,13 +369,13 @@ impl CacheConfig {
         self.check_plain()?;
         let layout = *self.layout();
         let max_bytes = max_arena_bytes.min(MAX_ARENA_BYTES);
-        let layer_bytes = u64::from(self.num_blocks) * layout.layer_block_words() * 4;
+        let layer_bytes = u64::from(self.num_blocks) * layout.layer_block_bytes();
         let fitting = (max_bytes / layer_bytes).min(u64::from(layout.num_layers())) as u32;
         if fitting == 0 {
             return Err(ConfigError::LayerExceedsArena {
                 layer_bytes,
                 max_bytes,
-                max_blocks: max_bytes / (layout.layer_block_words() * 4),
+                max_blocks: max_bytes / layout.layer_block_bytes(),
             });
         }
         let num_arenas = layout.num_layers().div_ceil(fitting);

@@ -1,7 +1,9 @@
-//! Where keys and values lie in a block, and blocks in an arena: the one place that computes an address.
+//! Where keys and values lie in a block, and blocks in an arena: the one place that computes an address, and that turns
+//! words into bytes, or into the *units* of 16 bytes in which the kernels count.
 //!
-//! Only checked constructors make a layout, so what it says of itself is right. Nothing here knows how large a pool is wanted
-//! to be, wgpu, tokens or policy. The layout of a block is fixed here and mirrored once in `shaders/common/layout.wgsl`:
+//! Only checked constructors make a layout, so what it says of itself is right. Nothing here knows how large a pool is
+//! wanted to be, wgpu, tokens or policy. The layout of a block is fixed here and mirrored once in
+//! `shaders/common/layout.wgsl`:
 //!
 //! ```text
 //! arena (a group of consecutive layers)
@@ -20,8 +22,24 @@ use crate::model::{KvFormat, KvType, LayerGroup, check_head_dim};
 pub const MAX_BLOCK_SIZE: u32 = 4096;
 /// No arena is larger than this, whatever the device allows: 2 GiB - 4, the most that every backend can bind.
 pub const MAX_ARENA_BYTES: u64 = (2 << 30) - 4;
+/// Bytes of a word.
+const WORD_BYTES: u64 = 4;
+/// Bytes of a unit: a `vec4<u32>` or `vec4<f32>` of the shaders.
+pub(crate) const UNIT_BYTES: u64 = 16;
+/// Words of a unit.
+const UNIT_WORDS: u32 = (UNIT_BYTES / WORD_BYTES) as u32;
 
-/// What a block holds: shapes, types and block size, and from them sizes and offsets in `u32` words.
+/// Words of a row of `head_dim` elements.
+fn row_words(head_dim: u32, element: KvType) -> u32 {
+    head_dim * element.bits() / 32
+}
+
+/// Units of a row of `head_dim` elements.
+pub(crate) fn row_units(head_dim: u32, element: KvType) -> u32 {
+    row_words(head_dim, element) / UNIT_WORDS
+}
+
+/// What a block holds: shapes, types and block size, and from them sizes in `u32` words, bytes, and units of 16 bytes.
 ///
 /// A [`CacheConfig`](crate::CacheConfig) makes and checks it: the sizes of a layout are within their types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -68,7 +86,7 @@ impl BlockLayout {
             return Err(ConfigError::BlockSize { block_size, max: MAX_BLOCK_SIZE });
         }
         let words = u64::from(self.num_layers).checked_mul(self.layer_block_words());
-        let bytes = words.and_then(|words| words.checked_mul(4));
+        let bytes = words.and_then(|words| words.checked_mul(WORD_BYTES));
         bytes.map(|_| self).ok_or(ConfigError::Overflow { what: "bytes of a block" })
     }
 
@@ -118,22 +136,27 @@ impl BlockLayout {
 
     /// Words of one key row of one head.
     pub fn k_row_words(&self) -> u32 {
-        self.k_head_dim * self.k_type.bits() / 32
+        row_words(self.k_head_dim, self.k_type)
     }
 
     /// Words of one value row of one head.
     pub fn v_row_words(&self) -> u32 {
-        self.v_head_dim * self.v_type.bits() / 32
+        row_words(self.v_head_dim, self.v_type)
+    }
+
+    /// Units of one head's weighted sum of values, `v_head_dim` elements of f32 whatever values are stored as.
+    pub fn v_sum_units(&self) -> u32 {
+        row_units(self.v_head_dim, KvType::F32)
     }
 
     /// Words of one head's keys in a block: `P` rows, padded to 16 bytes.
     pub fn k_head_words(&self) -> u32 {
-        (self.block_size * self.k_row_words()).next_multiple_of(4)
+        (self.block_size * self.k_row_words()).next_multiple_of(UNIT_WORDS)
     }
 
     /// Words of one head's values in a block: `P` rows, padded to 16 bytes.
     pub fn v_head_words(&self) -> u32 {
-        (self.block_size * self.v_row_words()).next_multiple_of(4)
+        (self.block_size * self.v_row_words()).next_multiple_of(UNIT_WORDS)
     }
 
     /// Words of one layer in a block: all heads' keys, then all heads' values.
@@ -141,10 +164,26 @@ impl BlockLayout {
         u64::from(self.num_kv_heads) * (u64::from(self.k_head_words()) + u64::from(self.v_head_words()))
     }
 
+    /// Units of one layer in a block: heads are padded to whole ones.
+    pub fn layer_block_units(&self) -> u64 {
+        self.layer_block_words() / u64::from(UNIT_WORDS)
+    }
+
+    /// Bytes of one layer in a block.
+    pub fn layer_block_bytes(&self) -> u64 {
+        self.layer_block_words() * WORD_BYTES
+    }
+
     /// Bytes of a block, all layers.
     pub fn block_bytes(&self) -> u64 {
         // Checked when the layout was made.
-        u64::from(self.num_layers) * self.layer_block_words() * 4
+        u64::from(self.num_layers) * self.layer_block_bytes()
+    }
+
+    /// Bytes of one token's keys and values in one layer, without the padding of heads.
+    pub fn layer_token_bytes(&self) -> u64 {
+        let row_words = u64::from(self.k_row_words()) + u64::from(self.v_row_words());
+        u64::from(self.num_kv_heads) * row_words * WORD_BYTES
     }
 }
 
@@ -166,8 +205,8 @@ pub struct ArenaLayout {
 }
 
 impl ArenaLayout {
-    /// Arenas of `num_blocks` blocks and at most `layers_per_arena` layers each. [`CacheConfig::arenas`](crate::CacheConfig::arenas) makes those that a
-    /// device can hold.
+    /// Arenas of `num_blocks` blocks and at most `layers_per_arena` layers each.
+    /// [`CacheConfig::arenas`](crate::CacheConfig::arenas) makes those that a device can hold.
     ///
     /// # Errors
     /// [`ConfigError::Zero`] without blocks or layers, [`ConfigError::Overflow`] when an arena's bytes exceed 2^64.
@@ -178,11 +217,10 @@ impl ArenaLayout {
             }
         }
         let layers_per_arena = layers_per_arena.min(block.num_layers);
-        let layer_bytes = block.layer_block_words().checked_mul(u64::from(layers_per_arena) * 4);
-        layer_bytes
-            .and_then(|bytes| bytes.checked_mul(u64::from(num_blocks)))
-            .ok_or(ConfigError::Overflow { what: "bytes of an arena" })?;
-        Ok(Self { block, num_blocks, layers_per_arena })
+        let layout = Self { block, num_blocks, layers_per_arena };
+        // No arena is larger than the first one.
+        let bytes = layout.block_stride_bytes(0).checked_mul(u64::from(num_blocks));
+        bytes.map(|_| layout).ok_or(ConfigError::Overflow { what: "bytes of an arena" })
     }
 
     /// What a block holds.
@@ -231,12 +269,45 @@ impl ArenaLayout {
         u64::from(self.layers_in(arena)) * self.block.layer_block_words()
     }
 
+    /// Units between consecutive blocks of an arena.
+    ///
+    /// # Panics
+    /// As [`layers_in`](Self::layers_in).
+    pub fn block_stride_units(&self, arena: u32) -> u64 {
+        u64::from(self.layers_in(arena)) * self.block.layer_block_units()
+    }
+
+    /// Bytes between consecutive blocks of an arena.
+    ///
+    /// # Panics
+    /// As [`layers_in`](Self::layers_in).
+    pub fn block_stride_bytes(&self, arena: u32) -> u64 {
+        self.block_stride_words(arena) * WORD_BYTES
+    }
+
+    /// Words of an arena.
+    ///
+    /// # Panics
+    /// As [`layers_in`](Self::layers_in).
+    pub fn arena_words(&self, arena: u32) -> u64 {
+        u64::from(self.num_blocks) * self.block_stride_words(arena)
+    }
+
     /// Bytes of an arena.
     ///
     /// # Panics
     /// As [`layers_in`](Self::layers_in).
     pub fn arena_bytes(&self, arena: u32) -> u64 {
-        u64::from(self.num_blocks) * self.block_stride_words(arena) * 4
+        // Checked when the layout was made.
+        u64::from(self.num_blocks) * self.block_stride_bytes(arena)
+    }
+
+    /// The unit of a block at which a layer starts.
+    ///
+    /// # Panics
+    /// As [`arena_of`](Self::arena_of).
+    pub fn layer_start_units(&self, layer: u32) -> u64 {
+        u64::from(self.arena_of(layer).1) * self.block.layer_block_units()
     }
 
     /// The word at which a row starts within its arena: the only formula for an address, mirrored in

@@ -49,6 +49,9 @@ impl Reach {
 
     /// The logical blocks of `block_size` tokens that must stay when `length` tokens are computed, in order: those of the
     /// first tokens, and the rest. What lies before and between them no later row sees, nor is it written.
+    ///
+    /// # Panics
+    /// For a `block_size` of 0.
     pub fn kept(self, length: u32, block_size: u32) -> [Range<u32>; 2] {
         let end = length.div_ceil(block_size);
         let start = (self.start(length) / block_size).min(end);
@@ -66,6 +69,9 @@ impl Reach {
 
     /// The most blocks of `block_size` tokens that a sequence holds on its way to `max_tokens`, with at most `rows` rows in
     /// a step. What a step's rows do not see any more is given back when the next step is planned.
+    ///
+    /// # Panics
+    /// For a `block_size` of 0.
     pub fn most_blocks(self, max_tokens: u32, rows: u32, block_size: u32) -> u32 {
         let all = max_tokens.div_ceil(block_size);
         // Of the last step's length and the rows after it, beginning anywhere in a block.

@@ -161,11 +161,7 @@ impl Stacks {
 
     /// Bytes of keys and values per token, all layers.
     pub(crate) fn bytes_per_token(&self) -> u64 {
-        let of_group = |group: &GroupLayout| {
-            let layout = &group.layout;
-            let row_words = u64::from(layout.k_row_words()) + u64::from(layout.v_row_words());
-            u64::from(group.num_layers) * u64::from(layout.num_kv_heads()) * row_words * 4
-        };
+        let of_group = |group: &GroupLayout| u64::from(group.num_layers) * group.layout.layer_token_bytes();
         self.groups.iter().map(of_group).sum()
     }
 
@@ -182,7 +178,7 @@ fn padding(groups: impl Iterator<Item = (u32, BlockLayout)>, block_bytes: u64) -
     for (num_layers, layout) in groups {
         let per_token = f64::from(layout.block_size());
         let of_group = num_layers.div_ceil(layout.num_layers());
-        used += f64::from(num_layers) * layout.layer_block_words() as f64 * 4.0 / per_token;
+        used += f64::from(num_layers) * layout.layer_block_bytes() as f64 / per_token;
         taken += f64::from(of_group) * block_bytes as f64 / per_token;
         stacks += of_group;
     }
@@ -256,7 +252,7 @@ fn padding_error(layouts: &[BlockLayout], padding_percent: u32) -> ConfigError {
     let emptiest = (0..).zip(layouts).min_by_key(|(_, layout)| layout.block_bytes());
     let (group, row_bytes, filling) = emptiest.map_or((0, 0, 0), |(group, layout)| {
         let rows = u64::from(layout.num_layers()) * u64::from(layout.block_size());
-        (group, layout.layer_block_words() * 4 / u64::from(layout.block_size()), block_bytes / rows)
+        (group, layout.layer_block_bytes() / u64::from(layout.block_size()), block_bytes / rows)
     });
     ConfigError::Padding {
         padding_percent,

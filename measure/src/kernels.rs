@@ -154,10 +154,10 @@ impl CacheKernel {
 
 fn params(cache: &BenchCache<'_>, layer: u32, num_items: u32) -> Params {
     let arenas = cache.attention.arena_layout();
-    let (arena, layer_in_arena) = arenas.arena_of(layer);
+    let (arena, _) = arenas.arena_of(layer);
     Params {
-        block_stride: (arenas.block_stride_words(arena) / 4) as u32,
-        layer_start: (u64::from(layer_in_arena) * arenas.block().layer_block_words() / 4) as u32,
+        block_stride: arenas.block_stride_units(arena) as u32,
+        layer_start: arenas.layer_start_units(layer) as u32,
         table_entries: cache.kv.config().table_entries(),
         num_items,
         scale_log2: std::f32::consts::LOG2_E / (cache.case.head_dim as f32).sqrt(),

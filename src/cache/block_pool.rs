@@ -1,4 +1,4 @@
-//! Block records: reference counts, the lists of blocks that nobody holds, and pins.
+//! Block records: reference counts, the lists of blocks that no table holds, and pins.
 //!
 //! A block is in exactly one state: *free* (on the free list), *cached* (no holder, but its content may be asked for
 //! again: on a list of its retention), *held* (count of at least one), or *in transfer* (count zero, but pinned because a
@@ -103,11 +103,12 @@ impl BlockPool {
     }
 
     /// Blocks that hold nothing anybody may ask for.
+    #[inline]
     pub(super) fn num_free(&self) -> u32 {
         self.lists[FREE].len
     }
 
-    /// Blocks without a holder that the prefix cache knows, pinned content apart.
+    /// Blocks without a holder that the prefix cache knows, except pinned content.
     pub(super) fn num_evictable(&self) -> u32 {
         self.lists[LOOSE_CONTENT].len + self.lists[..RETAINED].iter().map(|list| list.len).sum::<u32>()
     }
@@ -118,6 +119,7 @@ impl BlockPool {
     }
 
     /// Blocks that can be had: free ones, and cached ones that may be evicted.
+    #[inline]
     pub(super) fn num_available(&self) -> u32 {
         self.num_free() + self.num_evictable()
     }
@@ -142,10 +144,12 @@ impl BlockPool {
         self.peak_shared
     }
 
+    #[inline]
     pub(super) fn ref_count(&self, block: BlockId) -> u32 {
         self.ref_counts[block.0 as usize]
     }
 
+    #[inline]
     pub(super) fn is_pinned(&self, block: BlockId) -> bool {
         self.flags[block.0 as usize] & PINNED != 0
     }
@@ -279,11 +283,12 @@ impl BlockPool {
 
     // What the prefix cache knows.
 
+    #[inline]
     pub(super) fn is_cached(&self, block: BlockId) -> bool {
         self.flags[block.0 as usize] & CACHED != 0
     }
 
-    /// Whether the prefix cache knows the block, and nobody holds it.
+    /// Whether the prefix cache knows the block, and no table holds it.
     pub(super) fn is_idle(&self, block: BlockId) -> bool {
         self.is_cached(block) && self.ref_count(block) == 0
     }
@@ -320,7 +325,7 @@ impl BlockPool {
         self.oldest(RETAINED).or_else(|| self.oldest(FOR_EVER))
     }
 
-    /// The block to evict next, pinned content apart.
+    /// The block to evict next, except pinned content.
     pub(super) fn oldest_evictable(&self) -> Option<BlockId> {
         self.oldest(LOOSE_CONTENT).or_else(|| (0..RETAINED).find_map(|list| self.oldest(list)))
     }

@@ -9,7 +9,7 @@ use crate::ids::BlockId;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BlockState {
-    /// In no table, and nobody can ask for its content.
+    /// In no table, and its content cannot be asked for.
     Free,
     /// In no table, its content known to the prefix cache.
     Cached {

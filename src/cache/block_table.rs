@@ -1,4 +1,4 @@
-//! One sequence's map from logical to physical blocks, and its length, which is kept apart from the block count.
+//! One sequence's map from logical to physical blocks, and its length, which is kept beside the block count.
 //!
 //! A table has one *run* per lane: consecutive logical blocks, those in the pool first and those that are swapped out
 //! behind them. Entries before a run are not there, and nothing reads them.
@@ -8,12 +8,13 @@ use crate::cache::lane::Lane;
 use crate::cache::prefix_cache::NodeId;
 use crate::ids::BlockId;
 use std::collections::VecDeque;
+use std::ops::{Deref, DerefMut};
 
 /// A table row: live while it belongs to a sequence.
 #[derive(Debug, Default)]
 pub(super) struct BlockTable {
     /// One for each lane.
-    pub(super) runs: Vec<Run>,
+    pub(super) runs: Runs,
     /// Tokens whose slots are taken, the outstanding step's included.
     pub(super) len: u32,
     /// Tokens this table may hold.
@@ -21,10 +22,6 @@ pub(super) struct BlockTable {
     /// Nodes of the prefix cache that its first tokens are, each the parent of the next; of the last one it may have only
     /// the beginning.
     pub(super) registered: u32,
-    /// These nodes, where no lane has them all.
-    pub(super) path: Vec<NodeId>,
-    /// Lengths at which others are likely to begin: blocks that a hit needs there are kept as well as any.
-    pub(super) likely_hits: [u32; 2],
     pub(super) generation: u32,
     pub(super) live: bool,
     /// Its blocks count as promised.
@@ -33,6 +30,59 @@ pub(super) struct BlockTable {
     pub(super) in_step: bool,
     /// It was swapped out and has not come back: what stayed in the pool because others hold it leaves with them.
     pub(super) parked: bool,
+}
+
+/// What is known of a table only where there is more than one lane, or one that slides: apart from the table, for steps of
+/// other caches do without.
+#[derive(Debug, Default)]
+pub(super) struct Aside {
+    /// The nodes that the table is, where no lane has them all.
+    pub(super) path: Vec<NodeId>,
+    /// Lengths at which others are likely to begin: blocks that a hit needs there are kept as well as any.
+    pub(super) likely_hits: [u32; 2],
+}
+
+/// The runs of a table: a slice. The only one lies in the table itself, for each step reads it.
+#[derive(Debug)]
+pub(super) enum Runs {
+    One(Run),
+    Many(Vec<Run>),
+}
+
+impl Default for Runs {
+    fn default() -> Self {
+        Self::One(Run::default())
+    }
+}
+
+impl Runs {
+    fn make_room_for(&mut self, num_lanes: usize) {
+        if self.len() != num_lanes {
+            *self = Self::Many(std::iter::repeat_with(Run::default).take(num_lanes).collect());
+        }
+    }
+}
+
+impl Deref for Runs {
+    type Target = [Run];
+
+    #[inline]
+    fn deref(&self) -> &[Run] {
+        match self {
+            Self::One(run) => std::slice::from_ref(run),
+            Self::Many(runs) => runs,
+        }
+    }
+}
+
+impl DerefMut for Runs {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut [Run] {
+        match self {
+            Self::One(run) => std::slice::from_mut(run),
+            Self::Many(runs) => runs,
+        }
+    }
 }
 
 /// A table's blocks in one lane.
@@ -54,7 +104,7 @@ impl BlockTable {
     /// Takes the row for a new sequence. Its vectors grow to what it may hold at once, so later growth reallocates nothing.
     pub(super) fn open(&mut self, lanes: &[Lane], max_tokens: u32) {
         debug_assert!(!self.live && self.num_blocks() == 0, "a live table is opened again");
-        self.runs.resize_with(lanes.len(), Run::default);
+        self.runs.make_room_for(lanes.len());
         for (run, lane) in self.runs.iter_mut().zip(lanes) {
             run.blocks.reserve(lane.most_blocks(max_tokens, 1) as usize);
             (run.first, run.dirty_from, run.borrowed) = (lane.start, lane.start, None);
@@ -62,7 +112,6 @@ impl BlockTable {
         self.len = 0;
         self.max_tokens = max_tokens;
         self.registered = 0;
-        self.likely_hits = [0; 2];
         self.live = true;
         self.promised = false;
         self.in_step = false;
@@ -72,7 +121,7 @@ impl BlockTable {
     /// Gives the row back; ids made for it become stale.
     pub(super) fn close(&mut self) {
         debug_assert!(self.live && self.num_blocks() == 0, "a table is closed while it holds blocks");
-        debug_assert!(self.path.is_empty(), "a table is closed while it counts as registered");
+        debug_assert_eq!(self.registered, 0, "a table is closed while it counts as registered");
         self.live = false;
         self.in_step = false;
         self.generation = self.generation.wrapping_add(1);
@@ -84,38 +133,54 @@ impl BlockTable {
     }
 
     /// Blocks in the pool, of all runs.
+    #[inline]
     pub(super) fn pool_blocks(&self) -> u32 {
-        self.runs.iter().map(|run| run.blocks.len() as u32).sum()
+        match &self.runs[..] {
+            [run] => run.blocks.len() as u32,
+            runs => runs.iter().map(|run| run.blocks.len() as u32).sum(),
+        }
     }
 
     /// Blocks in the host pool, of all runs.
+    #[inline]
     pub(super) fn host_blocks(&self) -> u32 {
         self.runs.iter().map(|run| run.host.len() as u32).sum()
     }
 
+    /// Whether some of its blocks are in the host pool.
+    #[inline]
+    pub(super) fn is_swapped(&self) -> bool {
+        self.runs.iter().any(|run| !run.host.is_empty())
+    }
+
     /// Whether it was swapped out and has not come back.
+    #[inline]
     pub(super) fn is_out(&self) -> bool {
-        self.parked || self.runs.iter().any(|run| !run.host.is_empty())
+        self.parked || self.is_swapped()
     }
 }
 
 impl Run {
     /// The entry after the last one in the pool.
+    #[inline]
     pub(super) fn pool_end(&self) -> u32 {
         self.first + self.blocks.len() as u32
     }
 
     /// The entry after the last one.
+    #[inline]
     pub(super) fn end(&self) -> u32 {
         self.pool_end() + self.host.len() as u32
     }
 
     /// The block at an entry, if it is there and in the pool.
+    #[inline]
     pub(super) fn block_at(&self, entry: u32) -> Option<BlockId> {
         self.blocks.get(entry.checked_sub(self.first)? as usize).copied()
     }
 
     /// Entries from `entry` on differ from what the device has.
+    #[inline]
     pub(super) fn mark_dirty(&mut self, entry: u32) {
         self.dirty_from = self.dirty_from.min(entry);
     }

@@ -125,7 +125,7 @@ impl KvCache {
                 let has_own = self.nodes.blocks_of(node).any(|(block, _)| block.0 == node.0);
                 assert!(has_own, "I6: {node:?} is without its own block");
             } else {
-                let ends = self.tables.iter().filter(|table| table.path.last() == Some(&node)).count() as u32;
+                let ends = self.asides.iter().filter(|aside| aside.path.last() == Some(&node)).count() as u32;
                 assert_eq!(self.nodes.tips(node), ends, "I6: tables that end at {node:?} are miscounted");
                 let continued = ends > 0 || prefix.has_children(node);
                 assert!(continued || num_blocks > 0, "I6: nothing needs {node:?}");

@@ -7,7 +7,7 @@ use crate::ids::{BlockId, TableId};
 
 impl KvCache {
     /// Forgets all of a table's prefix from its `first`-th full block on (that of the stack with the largest blocks), and
-    /// whatever continues it: nobody finds that any more.
+    /// whatever continues it: no request finds that any more.
     ///
     /// # Errors
     /// As [`len`](Self::len).
@@ -28,6 +28,11 @@ impl KvCache {
         self.pool.is_pinned_content(block)
     }
 
+    /// Blocks of pinned content that no table holds.
+    pub(crate) fn num_pinned(&self) -> u32 {
+        self.pool.num_retained()
+    }
+
     /// Changes whenever something that could be found is not found any more.
     pub(crate) fn num_evictions(&self) -> u64 {
         self.evictions + self.pruned
@@ -38,7 +43,7 @@ impl KvCache {
         self.expirations
     }
 
-    /// Takes a block that nobody holds out of the prefix cache; it is free then. Its node goes with it, and what continues
+    /// Takes a block that no table holds out of the prefix cache; it is free then. Its node goes with it, and what continues
     /// that, unless it is a window's: then hits that need it do.
     pub(super) fn evict(&mut self, block: BlockId) {
         if self.nodes.is_essential(block) {
@@ -130,7 +135,7 @@ impl KvCache {
         }
     }
 
-    /// Forgets what nobody has held for its time to live, and what continues it. O(1) while nothing is due.
+    /// Forgets what no table has held for its time to live, and what continues it. O(1) while nothing is due.
     pub(super) fn evict_expired(&mut self) {
         let now = self.last_step.0;
         while let Some(node) = self.prefix.as_mut().and_then(|prefix| prefix.pop_due(now)) {

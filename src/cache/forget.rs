@@ -74,8 +74,8 @@ impl KvCache {
         // Tables that are left, without a block in the pool, were nodes where windows have left these behind.
         for table in &mut self.tables {
             table.registered = 0;
-            table.path.clear();
         }
+        self.asides.iter_mut().for_each(|aside| aside.path.clear());
     }
 }
 
@@ -135,7 +135,7 @@ mod tests {
 
     fn counts(cache: &KvCache) -> Vec<u32> {
         let mut counts = vec![0; cache.config.num_blocks() as usize];
-        for block in cache.tables.iter().flat_map(|table| &table.runs).flat_map(|run| &run.blocks) {
+        for block in cache.tables.iter().flat_map(|table| table.runs.iter()).flat_map(|run| &run.blocks) {
             counts[block.0 as usize] += 1;
         }
         counts

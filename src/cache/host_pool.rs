@@ -1,7 +1,7 @@
 //! The swap ledger: who holds which slot of the host pool, and which slots are on their way.
 //!
 //! A slot is *free*, *held* (tables count on its content), or *in transfer*: on its way out, its content has not arrived
-//! yet; on its way in, somebody may still read it. Transfers belong to a step; they end when the step is committed and
+//! yet; on its way in, a step may still read it. Transfers belong to a step; they end when the step is committed and
 //! the device part has reported it, in whichever order. What a dropped step moved is lost, whether the device ran it or
 //! not.
 
@@ -135,7 +135,7 @@ impl HostPool {
         self.transfer(step).tables.push(table);
     }
 
-    /// A dropped step's slot is held by `holders` tables more; by nobody, it is free.
+    /// A dropped step's slot is held by `holders` tables more; by none, it is free.
     pub(super) fn unfetch(&mut self, slot: HostSlot, holders: u32) {
         self.slots[slot.0 as usize].leaving = false;
         self.slots[slot.0 as usize].ref_count += holders;
@@ -220,7 +220,7 @@ impl HostPool {
     }
 
     /// No step's transfers end any more, for their device is lost. What has not arrived is lost; what was on its way back
-    /// is in the host pool still, but nobody counts on it there. Returns the first of these steps.
+    /// is in the host pool still, but no table counts on it there. Returns the first of these steps.
     pub(super) fn abandon_transfers(&mut self) -> Option<StepId> {
         let first = self.transfers.front().map(|transfer| transfer.step);
         for transfer in std::mem::take(&mut self.transfers) {

@@ -1,4 +1,4 @@
-//! How the prefix cache keeps what nobody holds: what ranges of tokens say of nodes, and of blocks of windows.
+//! How the prefix cache keeps what no table holds: what ranges of tokens say of nodes, and of blocks of windows.
 
 use crate::cache::lane::Lane;
 use crate::cache::prefix_cache::Retention;
@@ -12,7 +12,7 @@ pub(crate) struct RetainRange {
     pub(crate) ttl_steps: Option<u32>,
 }
 
-/// How long, and how well, a block is kept once nobody holds it.
+/// How long, and how well, a block is kept once no table holds it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Keep {
     pub(super) retention: Retention,
@@ -31,6 +31,9 @@ fn best_of(ranges: &[RetainRange], matter: impl Fn(&RetainRange) -> bool) -> Kee
 
 /// How a node of these tokens is kept: it lies within some of `ranges`.
 pub(super) fn keep_of(ranges: &[RetainRange], tokens: Range<u32>) -> Keep {
+    if ranges.is_empty() {
+        return Keep::default();
+    }
     best_of(ranges, |range| range.tokens.start <= tokens.start && tokens.end <= range.tokens.end)
 }
 

@@ -13,7 +13,7 @@
 //! Only a sequence's next position is ever written, so only its last block can be both written and shared. The first
 //! writer takes a fresh block and the step carries the pair to copy; the last holder writes in place. The source stays
 //! off the free list until the step ends, even when its last holder lets go of it. A holder that left by a copy of the
-//! outstanding step returns if that step is rolled back, and the device may have run it: until the commit nobody writes
+//! outstanding step returns if that step is rolled back, and the device may have run it: until the commit no table writes
 //! over the tokens that it had there.
 
 mod block_pool;
@@ -40,7 +40,7 @@ use crate::ids::{BlockId, StepId, TableId};
 use block_pool::BlockPool;
 pub(crate) use block_pool::PromisedBlocks;
 pub use block_state::BlockState;
-use block_table::BlockTable;
+use block_table::{Aside, BlockTable};
 use host_pool::HostPool;
 pub(crate) use keep::RetainRange;
 use lane::Lane;
@@ -50,6 +50,7 @@ pub(crate) use prefix_cache::PrefixMatch;
 pub use prefix_cache::{MissReason, Namespace, Retention};
 pub use stats::CacheStats;
 use std::sync::atomic::{AtomicU64, Ordering};
+pub(crate) use step::Growth;
 use step::Undo;
 
 /// One block copied into another, all layers: a copy-on-write.
@@ -100,15 +101,24 @@ pub struct BlockSwap {
 pub struct KvCache {
     config: CacheConfig,
     instance: u64,
+    /// The configuration's, which each plan carries.
+    fingerprint: u64,
     lanes: Vec<Lane>,
+    /// Whether there is one lane, which keeps everything.
+    is_plain: bool,
+    /// Whether some lane gives blocks back while a sequence lives.
+    slides: bool,
     /// Tokens of a node of the prefix cache.
     node_tokens: u32,
     pool: BlockPool,
     prefix: Option<PrefixCache>,
     nodes: NodeBlocks,
     max_cached_blocks: u32,
+    rows_at_most: u32,
     host: Option<HostPool>,
     tables: Vec<BlockTable>,
+    /// One for each table, or none.
+    asides: Vec<Aside>,
     free_rows: Vec<u32>,
     journal: Vec<Undo>,
     step_tables: Vec<TableId>,
@@ -143,16 +153,23 @@ impl KvCache {
         let stacks = config.stacks();
         let node_tokens = stacks.iter().map(|stack| stack.block_size).max().unwrap_or(1);
         let lanes = Lane::of(&stacks, node_tokens);
+        let is_plain = lanes.len() == 1 && lanes[0].is_whole();
+        let num_asides = if is_plain { 0 } else { max_sequences };
         Self {
             nodes: NodeBlocks::new(&lanes, node_tokens),
+            is_plain,
+            slides: lanes.iter().any(Lane::slides),
             lanes,
             node_tokens,
             instance: INSTANCES.fetch_add(1, Ordering::Relaxed),
+            fingerprint: config.fingerprint(),
             pool: BlockPool::new(config.num_blocks()),
             tables: (0..max_sequences).map(|_| BlockTable::default()).collect(),
+            asides: (0..num_asides).map(|_| Aside::default()).collect(),
             free_rows: (0..max_sequences).rev().collect(),
             prefix: None,
             max_cached_blocks: 0,
+            rows_at_most: u32::MAX,
             host: (config.host_blocks() > 0).then(|| HostPool::new(config.host_blocks())),
             config,
             journal: Vec::new(),
@@ -203,12 +220,15 @@ impl KvCache {
         let no_free = CacheError::NoFreeTable { max_sequences: self.config.max_sequences() };
         let row = self.free_rows.pop().ok_or(no_free)?;
         self.tables[row as usize].open(&self.lanes, max_tokens);
+        if let Some(aside) = self.asides.get_mut(row as usize) {
+            aside.likely_hits = [0; 2];
+        }
         Ok(self.id_of(row as usize))
     }
 
     /// A second table that shares the first `at` tokens of `parent` and may grow to `max_tokens`.
     ///
-    /// Nothing is copied: blocks are shared, and whoever first writes into a shared last block copies that one.
+    /// Nothing is copied: blocks are shared, and the first table to write into a shared last block copies that one.
     ///
     /// # Errors
     /// [`CacheError::BeyondLength`] when `at` exceeds the parent's length, [`CacheError::BehindWindow`] when a window has
@@ -277,7 +297,7 @@ impl KvCache {
             return true;
         }
         let runs = &self.tables[table.row as usize].runs;
-        self.lanes.iter().zip(runs).all(|(lane, run)| {
+        self.lanes.iter().zip(runs.iter()).all(|(lane, run)| {
             let kept = lane.kept(len);
             run.first <= kept.start || kept.is_empty()
         })
@@ -342,7 +362,9 @@ impl KvCache {
 
     /// Lengths at which others are likely to begin: blocks that a hit at the end of a sequence's input needs are kept.
     pub(crate) fn expect_hits_at(&mut self, table: TableId, len: u32) {
-        self.tables[table.row as usize].likely_hits[1] = len;
+        if let Some(aside) = self.asides.get_mut(table.row as usize) {
+            aside.likely_hits[1] = len;
+        }
     }
 
     /// Counts a table's blocks as promised from now on, or not any more.
@@ -425,6 +447,7 @@ impl KvCache {
             run.mark_replaced(lane.end_of(len));
             if run.end() == run.first {
                 run.first = lane.first_of(len);
+                run.dirty_from = run.dirty_from.max(run.first);
             }
         }
         self.step_back(row, self.most_nodes(len));
@@ -513,6 +536,7 @@ impl KvCache {
     }
 
     /// A live table that the outstanding step does not write through.
+    #[inline]
     fn idle(&self, table: TableId) -> Result<&BlockTable, CacheError> {
         self.check_poison()?;
         let row = self.live(table)?;
@@ -525,6 +549,7 @@ impl KvCache {
     }
 
     /// Fails when an invariant was found broken: nothing that this cache says can be relied on.
+    #[inline]
     pub(crate) fn check_poison(&self) -> Result<(), CacheError> {
         match self.poisoned {
             Some(what) => Err(CacheError::Poisoned {
@@ -535,6 +560,20 @@ impl KvCache {
             }),
             None => Ok(()),
         }
+    }
+
+    /// Slots that last blocks leave unused, summed over tables.
+    ///
+    /// # Complexity
+    /// O(tables).
+    pub(crate) fn tail_waste_tokens(&self) -> u64 {
+        let mut waste = 0;
+        for table in self.tables.iter().filter(|table| table.live) {
+            for (lane, run) in self.lanes.iter().zip(table.runs.iter()) {
+                waste += lane.slots_before(run.pool_end()).saturating_sub(table.len.into());
+            }
+        }
+        waste
     }
 
     /// A snapshot of the pool.
@@ -565,6 +604,7 @@ impl KvCache {
             stats.host_held_blocks = host.num_held();
             stats.host_in_transfer_blocks = host.num_in_transfer();
         }
+        stats.tail_waste_tokens = self.tail_waste_tokens();
         for table in self.tables.iter().filter(|table| table.live) {
             let mut in_pool = table.len;
             for (run, lane) in table.runs.iter().zip(&self.lanes).filter(|(run, _)| !run.host.is_empty()) {
@@ -573,10 +613,6 @@ impl KvCache {
             stats.num_tables += 1;
             stats.tokens += u64::from(in_pool);
             stats.host_tokens += u64::from(table.len - in_pool);
-            for (run, lane) in table.runs.iter().zip(&self.lanes).filter(|(run, _)| !run.blocks.is_empty()) {
-                let slots = u64::from(run.pool_end()) << lane.block_size().trailing_zeros();
-                stats.tail_waste_tokens += slots.saturating_sub(u64::from(table.len));
-            }
         }
         stats
     }

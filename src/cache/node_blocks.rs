@@ -95,6 +95,11 @@ impl NodeBlocks {
         place << shift..(place + 1) << shift
     }
 
+    /// The logical block of the first stack whose number the node at `place` goes by, if nodes go by numbers of blocks.
+    pub(super) fn anchor_of(&self, place: u32) -> Option<u32> {
+        self.anchored.then(|| place << self.slots[0].1)
+    }
+
     fn slot_of(&self, lane: &Lane, entry: u32) -> u32 {
         let (first, shift) = self.slots[lane.stack as usize];
         first + (entry & ((1 << shift) - 1))

@@ -30,7 +30,7 @@ const MAX_PARTIAL_CANDIDATES: usize = 64;
 
 /// Who may share blocks with whom: sequences of one namespace, and no others.
 ///
-/// Everything that changes what a token's keys and values are belongs in it, and a salt for whoever must not learn by a
+/// Everything that changes what a token's keys and values are belongs in it, and a salt for users who must not learn by a
 /// fast answer what others have asked. All zero by default.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Namespace {
@@ -40,7 +40,7 @@ pub struct Namespace {
     pub adapter: u64,
     /// Which position settings (RoPE base, scaling).
     pub positions: u64,
-    /// Keeps tenants apart. A random number, so that nobody guesses it.
+    /// Separates tenants. A random number, so that it cannot be guessed.
     pub salt: u64,
 }
 
@@ -114,7 +114,7 @@ const UNREGISTERED: Node = Node {
 const EVICTED: u32 = 1;
 const EXPIRED: u32 = 2;
 
-/// What is remembered of a hash, apart from its place and why it is gone.
+/// What is remembered of a hash, besides its place and why it is gone.
 fn trace_of(hash: u64) -> u32 {
     (hash >> 32) as u32 & !3
 }
@@ -440,7 +440,7 @@ impl PrefixCache {
         (parent & ROOT == 0).then_some(NodeId(parent))
     }
 
-    /// Keeps a node for at least `ttl_steps` without a holder. Somebody holds it.
+    /// Keeps a node for at least `ttl_steps` without a holder. It has one now.
     pub(super) fn keep_for(&mut self, block: NodeId, ttl_steps: Option<u32>) {
         let ttl = &mut self.nodes[block.0 as usize].ttl_steps;
         *ttl = (*ttl).max(node_ttl(ttl_steps));
@@ -464,7 +464,7 @@ impl PrefixCache {
         }
     }
 
-    /// A block whose time has passed by step `now`, if nobody has held it since it was given up. Each is told once.
+    /// A block whose time has passed by step `now`, if no table has held it since it was given up. Each is told once.
     pub(super) fn pop_due(&mut self, now: u64) -> Option<NodeId> {
         self.expiries.pop_due(now)
     }

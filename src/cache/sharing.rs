@@ -2,7 +2,7 @@
 
 use crate::cache::KvCache;
 use crate::cache::block_table::Run;
-use crate::cache::keep::{RetainRange, keep_in_window, keep_of};
+use crate::cache::keep::{Keep, RetainRange, keep_in_window, keep_of};
 use crate::cache::lane::Lane;
 use crate::cache::prefix_cache::{
     FoundRun, MissReason, Namespace, NodeId, PrefixCache, PrefixMatch, Retention,
@@ -64,7 +64,7 @@ impl KvCache {
     }
 
     /// Registers the full blocks of a table's first tokens, `tokens`, so that others find them. Call it when the step
-    /// that computed them is committed and its results are valid. A block that somebody else has registered with the
+    /// that computed them is committed and its results are valid. A block that another table has registered with the
     /// same history takes the place of the table's own.
     ///
     /// # Errors
@@ -232,7 +232,8 @@ impl KvCache {
         let row = table.row as usize;
         let len = found.num_tokens;
         for (lane, run) in found.runs.iter().enumerate() {
-            self.tables[row].runs[lane].first = run.first;
+            let own = &mut self.tables[row].runs[lane];
+            (own.first, own.dirty_from) = (run.first, run.first);
             for &block in &run.blocks {
                 self.pool.retain(block);
                 // A hit has needed it, and others may.
@@ -243,7 +244,9 @@ impl KvCache {
             self.tables[row].runs[lane].borrowed = tail;
         }
         self.tables[row].len = len;
-        self.tables[row].likely_hits[0] = len;
+        if let Some(aside) = self.asides.get_mut(row) {
+            aside.likely_hits[0] = len;
+        }
         let nodes = found.nodes.iter().chain(found.partial.iter().map(|(node, _)| node));
         for &node in nodes.take(self.most_nodes(len) as usize) {
             self.step_to(row, node);
@@ -255,12 +258,11 @@ impl KvCache {
 
     /// The node at `place` of a table, which is registered there.
     pub(super) fn node_at(&self, row: usize, place: u32) -> NodeId {
-        let table = &self.tables[row];
         if !self.nodes.is_anchored() {
-            return table.path[place as usize];
+            return self.asides[row].path[place as usize];
         }
-        let entry = self.nodes.entries_at(&self.lanes[0], place).start;
-        NodeId(table.runs[0].blocks[entry as usize].0)
+        let entry = self.nodes.anchor_of(place).unwrap_or(0);
+        NodeId(self.tables[row].runs[0].blocks[entry as usize].0)
     }
 
     /// How many nodes a table of `len` tokens can be: it has all that is essential of them, if of the last one only the
@@ -273,13 +275,13 @@ impl KvCache {
 
     /// A table is one node more.
     pub(super) fn step_to(&mut self, row: usize, node: NodeId) {
-        let table = &mut self.tables[row];
-        table.registered += 1;
+        self.tables[row].registered += 1;
         if !self.nodes.is_anchored() {
-            if let Some(&tip) = table.path.last() {
+            let path = &mut self.asides[row].path;
+            if let Some(&tip) = path.last() {
                 self.nodes.count_tip(tip, -1);
             }
-            table.path.push(node);
+            path.push(node);
             self.nodes.count_tip(node, 1);
         }
     }
@@ -294,9 +296,10 @@ impl KvCache {
         if self.nodes.is_anchored() {
             return;
         }
-        let tip = table.path.last().copied();
-        table.path.truncate(places as usize);
-        if let Some(&tip) = table.path.last() {
+        let path = &mut self.asides[row].path;
+        let tip = path.last().copied();
+        path.truncate(places as usize);
+        if let Some(&tip) = path.last() {
             self.nodes.count_tip(tip, 1);
         }
         if let Some(tip) = tip.filter(|&tip| self.prefix.as_ref().is_some_and(|prefix| prefix.is_node(tip))) {
@@ -316,7 +319,7 @@ impl KvCache {
                 places -= 1;
             }
             self.step_back(row, places);
-            for run in &mut self.tables[row].runs {
+            for run in self.tables[row].runs.iter_mut() {
                 let is_known =
                     |&entry: &u32| run.block_at(entry).is_some_and(|block| self.pool.is_cached(block));
                 run.borrowed = run.borrowed.filter(is_known);
@@ -334,7 +337,8 @@ impl KvCache {
     pub(crate) fn keep_nodes(&mut self, table: TableId, num_nodes: u32, retain: &[RetainRange]) {
         let row = table.row as usize;
         for place in 0..num_nodes.min(self.tables[row].registered) {
-            self.raise_keep(row, self.node_at(row, place), place, retain);
+            let keep = keep_of(retain, place * self.node_tokens..(place + 1) * self.node_tokens);
+            self.raise_keep(row, self.node_at(row, place), place, keep, retain);
         }
     }
 
@@ -356,37 +360,39 @@ impl KvCache {
         let full = (tokens.len() / size) as u32;
         while self.tables[row].registered < full {
             let place = self.tables[row].registered;
-            if !self.has_anchor(row, place) {
+            let anchor = self.anchor_at(row, place);
+            if self.nodes.is_anchored() && anchor.is_none() {
                 return;
             }
             let parent = place.checked_sub(1).map(|before| self.node_at(row, before));
             let (chunk, hash) = (&tokens[place as usize * size..][..size], hashes[place as usize]);
+            let keep = keep_of(retain, place * self.node_tokens..(place + 1) * self.node_tokens);
             let known =
                 self.prefix.as_ref().and_then(|prefix| prefix.find_node(namespace, parent, hash, chunk));
-            let node = match known {
-                Some(known) if self.join(row, place, known) => known,
-                Some(_) => return,
-                None => {
-                    if self.is_partly_anothers(row, place) {
-                        return;
-                    }
-                    let Some(node) = self.new_node(row, place) else { return };
-                    let keep = keep_of(retain, place * self.node_tokens..(place + 1) * self.node_tokens);
-                    let Some(prefix) = &mut self.prefix else { return };
-                    prefix.insert(node, namespace, parent, hash, chunk, keep.ttl_steps);
-                    self.attach_own(row, place, node, keep.retention);
-                    node
+            if let Some(known) = known {
+                if !self.join(row, place, known) {
+                    return;
                 }
-            };
+                self.step_to(row, known);
+                self.raise_keep(row, known, place, keep, retain);
+                continue;
+            }
+            if self.is_partly_anothers(row, place) {
+                return;
+            }
+            let Some(node) = anchor.or_else(|| self.take_number()) else { return };
+            let Some(prefix) = &mut self.prefix else { return };
+            prefix.insert(node, namespace, parent, hash, chunk, keep.ttl_steps);
+            self.attach_own(row, place, node, keep, retain);
             self.step_to(row, node);
-            self.raise_keep(row, node, place, retain);
+            self.raise_parents(node, keep.retention);
         }
     }
 
-    /// Whether the block that a table's node at `place` goes by is in the pool, if it goes by one.
-    fn has_anchor(&self, row: usize, place: u32) -> bool {
-        let entry = self.nodes.entries_at(&self.lanes[0], place).start;
-        !self.nodes.is_anchored() || self.tables[row].runs[0].block_at(entry).is_some()
+    /// The number that a table's node at `place` goes by, if that is its block's, and the block is in the pool.
+    fn anchor_at(&self, row: usize, place: u32) -> Option<NodeId> {
+        let entry = self.nodes.anchor_of(place)?;
+        self.tables[row].runs[0].block_at(entry).map(|block| NodeId(block.0))
     }
 
     /// Whether a new node at `place` would share blocks that keep everything with another one, which begins alike: where a
@@ -396,15 +402,11 @@ impl KvCache {
             let mut own = self.nodes.entries_at(lane, place).filter_map(|entry| run.block_at(entry));
             lane.is_whole() && own.any(|own| self.pool.is_cached(own))
         };
-        !self.nodes.is_simple() && self.lanes.iter().zip(&self.tables[row].runs).any(is_known)
+        !self.nodes.is_simple() && self.lanes.iter().zip(self.tables[row].runs.iter()).any(is_known)
     }
 
-    /// A number for the node that a table's tokens at `place` become.
-    fn new_node(&mut self, row: usize, place: u32) -> Option<NodeId> {
-        if self.nodes.is_anchored() {
-            let entry = self.nodes.entries_at(&self.lanes[0], place).start;
-            return self.tables[row].runs[0].block_at(entry).map(|block| NodeId(block.0));
-        }
+    /// A number for a node that goes by none of its blocks'.
+    fn take_number(&mut self) -> Option<NodeId> {
         loop {
             if let Some(node) = self.nodes.take_number() {
                 return Some(node);
@@ -449,11 +451,14 @@ impl KvCache {
         true
     }
 
-    /// Gives a new node all blocks that a table has of it, essential ones to be kept so well.
-    fn attach_own(&mut self, row: usize, place: u32, node: NodeId, retention: Retention) {
+    /// Gives a new node all blocks that a table has of it, to be kept as `keep` and, behind windows, `retain` say.
+    fn attach_own(&mut self, row: usize, place: u32, node: NodeId, keep: Keep, retain: &[RetainRange]) {
         for lane in 0..self.lanes.len() {
-            let retention = if self.lanes[lane].is_whole() { retention } else { Retention::default() };
             for entry in self.nodes.entries_at(&self.lanes[lane], place) {
+                let retention = match self.lanes[lane].is_whole() {
+                    true => keep.retention,
+                    false => keep_in_window(retain, &self.lanes[lane], entry, self.node_tokens),
+                };
                 self.attach(row, lane, entry, node, retention);
             }
         }
@@ -483,11 +488,10 @@ impl KvCache {
         self.pool.set_cached(own, retention, limited);
     }
 
-    /// Keeps a node for longer, and retains it better, if `retain` says so of the node at `place`. It is retained no worse
-    /// than its children are; blocks of windows are where a hit at the end of what is retained needs them, and pinned only
-    /// where the table of `row` holds them: others were available, and may be promised.
-    fn raise_keep(&mut self, row: usize, node: NodeId, place: u32, retain: &[RetainRange]) {
-        let keep = keep_of(retain, place * self.node_tokens..(place + 1) * self.node_tokens);
+    /// Keeps a node for longer, and retains it better, if `keep` says so of the node at `place`; blocks of windows, where a
+    /// hit at the end of what is retained needs them, and pinned only where the table of `row` holds them: others were
+    /// available, and may be promised.
+    fn raise_keep(&mut self, row: usize, node: NodeId, place: u32, keep: Keep, retain: &[RetainRange]) {
         let Some(prefix) = &mut self.prefix else { return };
         prefix.keep_for(node, keep.ttl_steps);
         let limited = prefix.is_limited(node);
@@ -495,7 +499,8 @@ impl KvCache {
             let retention = if essential { keep.retention } else { Retention::Low };
             self.pool.set_cached(block, retention.max(self.pool.retention(block)), limited);
         }
-        let windows = self.lanes.iter().zip(&self.tables[row].runs).filter(|(lane, _)| !lane.is_whole());
+        let windows =
+            self.lanes.iter().zip(self.tables[row].runs.iter()).filter(|(lane, _)| !lane.is_whole());
         for (lane, run) in windows.filter(|_| !retain.is_empty()) {
             for entry in self.nodes.entries_at(lane, place).filter(|&entry| lane.covers(entry)) {
                 let Some(block) = self.nodes.block_at(node, lane, entry) else { continue };
@@ -505,11 +510,17 @@ impl KvCache {
                 self.pool.set_cached(block, retention.max(self.pool.retention(block)), limited);
             }
         }
+        self.raise_parents(node, keep.retention);
+    }
+
+    /// A node is retained no worse than what continues it.
+    fn raise_parents(&mut self, node: NodeId, retention: Retention) {
+        let Some(prefix) = &self.prefix else { return };
         let mut at = prefix.parent(node).filter(|_| self.nodes.is_anchored());
-        while let Some(node) = at.filter(|node| keep.retention > self.pool.retention(BlockId(node.0))) {
+        while let Some(node) = at.filter(|node| retention > self.pool.retention(BlockId(node.0))) {
             let limited = prefix.is_limited(node);
             for (block, _) in self.nodes.blocks_of(node).filter(|&(_, essential)| essential) {
-                self.pool.set_cached(block, keep.retention, limited);
+                self.pool.set_cached(block, retention, limited);
             }
             at = prefix.parent(node);
         }

@@ -9,7 +9,7 @@ use std::fmt;
 pub struct CacheStats {
     /// Blocks in the pool.
     pub num_blocks: u32,
-    /// Blocks whose content nobody can ask for.
+    /// Blocks whose content cannot be asked for.
     pub free_blocks: u32,
     /// Blocks in no table whose content is in the prefix cache: they are taken when no free ones are left.
     pub cached_blocks: u32,

@@ -1,6 +1,6 @@
 //! The outstanding step: growth, copy-on-write, and the journal that undoes them.
 
-use crate::cache::block_table::BlockTable;
+use crate::cache::block_table::{BlockTable, Run};
 use crate::cache::{BlockCopy, BlockSwap, KvCache, Retention};
 use crate::error::CacheError;
 use crate::ids::{BlockId, StepId, TableId};
@@ -40,9 +40,12 @@ pub(super) enum Undo {
 }
 
 /// What more tokens take that a table is to hold: computed once, and then [grown](KvCache::grow) by.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Growth {
-    num_tokens: u32,
+    pub(crate) table: TableId,
+    /// Tokens that the table has, and that come after them.
+    pub(crate) start: u32,
+    pub(crate) num_tokens: u32,
     /// New blocks.
     new: u32,
     /// Blocks for copies of last blocks that others hold, too.
@@ -52,6 +55,27 @@ pub(crate) struct Growth {
     lent: u32,
     /// Blocks for what comes back from the host pool before.
     returning: u32,
+}
+
+/// What a plan says of the cache that it is made over.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Origin {
+    pub(crate) instance: u64,
+    pub(crate) fingerprint: u64,
+    pub(crate) forgotten_devices: u64,
+    /// The last step that was committed and wrote to tables, since the last device was forgotten.
+    pub(crate) last_committed: StepId,
+    pub(crate) num_stacks: u32,
+}
+
+/// What the outstanding step does with blocks before it writes rows.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StepMoves<'a> {
+    /// To the host pool.
+    pub(crate) swap_outs: &'a [BlockSwap],
+    /// Back from it.
+    pub(crate) swap_ins: &'a [BlockSwap],
+    pub(crate) copies: &'a [BlockCopy],
 }
 
 impl Growth {
@@ -69,22 +93,35 @@ impl KvCache {
     /// # Errors
     /// As [`len`](Self::len).
     pub fn blocks_needed(&self, table: TableId, num_tokens: u32) -> Result<u32, CacheError> {
-        Ok(self.growth(table, num_tokens, self.free_blocks())?.needed())
+        Ok(self.count_growth(self.live(table)?, table, num_tokens, self.free_blocks()).needed())
     }
 
-    /// What `num_tokens` more tokens take, where at most `spare` blocks may be spent.
+    /// What `num_tokens` more tokens take of a table that can grow, where copies that can be done without spend at most
+    /// `spare` blocks in all.
     pub(crate) fn growth(&self, table: TableId, num_tokens: u32, spare: u32) -> Result<Growth, CacheError> {
-        let table = self.live(table)?;
+        let row = self.idle(table)?;
+        let tokens = row.len.saturating_add(num_tokens);
+        let max_tokens = row.max_tokens;
+        if row.is_swapped() {
+            return Err(CacheError::SwappedOut { table, blocks: row.host_blocks() });
+        }
+        if tokens > max_tokens {
+            return Err(CacheError::ExceedsTable { tokens, max_tokens });
+        }
+        Ok(self.count_growth(row, table, num_tokens, spare))
+    }
+
+    #[inline]
+    fn count_growth(&self, table: &BlockTable, id: TableId, num_tokens: u32, spare: u32) -> Growth {
         let len = table.len.saturating_add(num_tokens);
-        let mut growth = Growth { num_tokens, ..Growth::default() };
-        for (lane, run) in table.runs.iter().enumerate() {
-            growth.new += self.lanes[lane].end_of(len).saturating_sub(run.end());
+        let mut growth =
+            Growth { table: id, start: table.len, num_tokens, new: 0, copies: 0, lent: 0, returning: 0 };
+        for (index, (run, lane)) in table.runs.iter().zip(&self.lanes).enumerate() {
+            growth.new += lane.end_of(len).saturating_sub(run.end());
             growth.returning += run.host.len() as u32;
-            if num_tokens == 0 {
-                continue;
-            }
-            let shared_on_host = || !run.host.is_empty() && self.shares_tail_in_host_pool(table, lane);
-            if self.shared_tail(table, lane).is_some() || shared_on_host() {
+            let Some(entry) = lane.tail_of(table.len).filter(|_| num_tokens > 0) else { continue };
+            let shared_on_host = || !run.host.is_empty() && self.shares_tail_in_host_pool(table, index);
+            if self.is_shared_tail(run, entry, table.len) || shared_on_host() {
                 growth.copies += 1;
             } else if run.borrowed.is_some() {
                 growth.lent += 1;
@@ -93,7 +130,7 @@ impl KvCache {
         if growth.needed() > spare {
             growth.lent = 0;
         }
-        Ok(growth)
+        growth
     }
 
     /// Whether others hold the partly filled last block of a table that is swapped out: it returns for all of them.
@@ -105,13 +142,19 @@ impl KvCache {
         slot.is_some_and(|&slot| self.host.as_ref().is_some_and(|host| host.ref_count(slot) > 1))
     }
 
-    /// The entry of the block that the next token is written into, if it is partly filled and not this table's to write:
-    /// others hold it too, or would after a rollback and have more tokens in it.
+    /// The entry of the block that the next token is written into, if it is partly filled and not this table's to write.
     pub(super) fn shared_tail(&self, table: &BlockTable, lane: usize) -> Option<u32> {
         let entry = self.lanes[lane].tail_of(table.len)?;
-        let block = table.runs[lane].block_at(entry)?;
+        self.is_shared_tail(&table.runs[lane], entry, table.len).then_some(entry)
+    }
+
+    /// Whether a partly filled block is not its table's to write: others hold it too, or would after a rollback and have
+    /// more tokens in it than `len`.
+    #[inline]
+    pub(super) fn is_shared_tail(&self, run: &Run, entry: u32, len: u32) -> bool {
+        let Some(block) = run.block_at(entry) else { return false };
         let shared = self.pool.ref_count(block) > u32::from(!fault!(LastHolderCopies));
-        (shared && !fault!(SharedBlockWritten) || self.is_left_longer(block, table.len)).then_some(entry)
+        shared && !fault!(SharedBlockWritten) || self.is_left_longer(block, len)
     }
 
     /// Whether a table with more than `len` tokens left `block` by a copy of the outstanding step.
@@ -142,6 +185,11 @@ impl KvCache {
         })
     }
 
+    /// Whether the last block of one of a table's runs is the prefix cache's.
+    pub(crate) fn is_borrowing(&self, table: TableId) -> bool {
+        self.live(table).is_ok_and(|table| table.runs.iter().any(|run| run.borrowed.is_some()))
+    }
+
     /// Whether the outstanding step copies `block` into another one.
     pub(crate) fn is_copy_source(&self, block: BlockId) -> bool {
         self.pool.is_pinned(block) && self.step_copies.iter().any(|copy| copy.source == block.0)
@@ -156,7 +204,9 @@ impl KvCache {
 
     /// Starts a step; one that is outstanding is rolled back first.
     pub(crate) fn begin_step(&mut self) -> StepId {
-        self.rollback_step();
+        if self.outstanding {
+            self.rollback_step();
+        }
         self.last_step = StepId(self.last_step.0 + 1);
         self.outstanding = true;
         self.evict_expired();
@@ -213,7 +263,8 @@ impl KvCache {
         let is_likely =
             |&len: &u32| (lane.first_of(len - len % self.node_tokens)..lane.end_of(len)).contains(&entry);
         let is_plain = self.pool.retention(block) <= Retention::Normal;
-        if is_plain && self.pool.ref_count(block) == 1 && !table.likely_hits.iter().any(is_likely) {
+        if is_plain && self.pool.ref_count(block) == 1 && !self.asides[row].likely_hits.iter().any(is_likely)
+        {
             self.pool.set_loose(block, true);
         }
         if table.promised {
@@ -223,29 +274,23 @@ impl KvCache {
     }
 
     /// Makes room for more tokens, as [`growth`](Self::growth) has it, and counts them in. All or nothing.
-    pub(crate) fn grow(&mut self, table: TableId, growth: Growth) -> Result<(), CacheError> {
+    pub(crate) fn grow(&mut self, growth: Growth) -> Result<(), CacheError> {
         debug_assert!(self.outstanding, "a table grows only inside a step");
-        let before = self.idle(table)?;
-        if growth.returning > 0 {
-            return Err(CacheError::SwappedOut { table, blocks: growth.returning });
-        }
-        let (len, parked) = (before.len, before.parked);
-        let (tokens, max_tokens) = (len.saturating_add(growth.num_tokens), before.max_tokens);
-        if tokens > max_tokens {
-            return Err(CacheError::ExceedsTable { tokens, max_tokens });
-        }
+        let Growth { table, start: len, num_tokens, .. } = growth;
         let (needed, available) = (growth.needed(), self.pool.num_available());
         if needed > available {
             return Err(CacheError::NoFreeBlocks { needed, available });
         }
+        debug_assert_eq!(self.len(table), Ok(len), "{table:?} has changed since its growth was reckoned");
+        let (tokens, parked) = (len + num_tokens, self.tables[table.row as usize].parked);
         let row = table.row as usize;
         for lane in 0..self.lanes.len() {
             if growth.num_tokens > 0 {
-                self.make_tail_writable(table, lane, growth.lent > 0);
+                self.make_tail_writable(growth, lane);
             }
         }
         self.step_back(row, len / self.node_tokens);
-        for lane in 0..self.lanes.len() {
+        for lane in (0..self.lanes.len()).filter(|_| growth.new > 0) {
             for _ in self.tables[row].runs[lane].end()..self.lanes[lane].end_of(tokens) {
                 let Some(block) = self.take_block() else {
                     self.poison("the free list is shorter than its count");
@@ -265,21 +310,22 @@ impl KvCache {
     /// What a step does with `num_tokens` tokens of a table.
     #[cfg(test)]
     pub(super) fn grow_by(&mut self, table: TableId, num_tokens: u32) -> Result<(), CacheError> {
-        self.grow(table, self.growth(table, num_tokens, self.free_blocks())?)
+        self.grow(self.growth(table, num_tokens, self.free_blocks())?)
     }
 
     /// Sees to it that the block that the next token is written into is this table's alone.
-    fn make_tail_writable(&mut self, table: TableId, lane: usize, copies_lent: bool) {
+    fn make_tail_writable(&mut self, growth: Growth, lane: usize) {
+        let Growth { table, start, copies, lent, .. } = growth;
+        let Some(entry) = self.lanes[lane].tail_of(start) else { return };
         let row = table.row as usize;
-        let lent = self.tables[row].runs[lane].borrowed.filter(|_| copies_lent);
-        if let Some(entry) = self.shared_tail(&self.tables[row], lane).or(lent) {
-            self.copy_on_write(table, lane, entry);
-        } else if let Some(entry) = self.lanes[lane].tail_of(self.tables[row].len) {
-            let tail = self.tables[row].runs[lane].block_at(entry);
-            if let Some(tail) = tail.filter(|&tail| self.pool.is_cached(tail)) {
-                self.forget_block(tail);
-                self.mark_replaced(row, lane, entry);
-            }
+        let run = &self.tables[row].runs[lane];
+        let is_lent = lent > 0 && run.borrowed.is_some();
+        if is_lent || copies > 0 && self.shared_tail(&self.tables[row], lane).is_some() {
+            return self.copy_on_write(table, lane, entry);
+        }
+        if let Some(tail) = run.block_at(entry).filter(|&tail| self.pool.is_cached(tail)) {
+            self.forget_block(tail);
+            self.mark_replaced(row, lane, entry);
         }
         // What was lent in this lane may have been forgotten with another one's.
         self.tables[row].runs[lane].borrowed = None;
@@ -305,24 +351,25 @@ impl KvCache {
         self.journal.push(Undo::Copied { table, lane, entry, source, len, registered, borrowed });
     }
 
-    /// Blocks that the outstanding step moves to the host pool.
-    pub(crate) fn step_swap_outs(&self) -> &[BlockSwap] {
-        &self.step_outs
+    /// Blocks that the outstanding step moves and copies.
+    pub(crate) fn step_moves(&self) -> StepMoves<'_> {
+        StepMoves { swap_outs: &self.step_outs, swap_ins: &self.step_ins, copies: &self.step_copies }
     }
 
-    /// Blocks that the outstanding step brings back.
-    pub(crate) fn step_swap_ins(&self) -> &[BlockSwap] {
-        &self.step_ins
+    /// What a plan says of the cache that it is made over.
+    pub(crate) fn origin(&self) -> Origin {
+        Origin {
+            instance: self.instance,
+            fingerprint: self.fingerprint,
+            forgotten_devices: self.forgotten_devices,
+            last_committed: self.last_committed,
+            num_stacks: self.lanes.last().map_or(0, |lane| lane.stack + 1),
+        }
     }
 
-    /// Copies that the outstanding step has asked for.
-    pub(crate) fn step_copies(&self) -> &[BlockCopy] {
-        &self.step_copies
-    }
-
-    /// The last step that was committed and wrote to tables, since the last device was forgotten.
-    pub(crate) fn last_committed(&self) -> StepId {
-        self.last_committed
+    /// Whether a step is outstanding.
+    pub(crate) fn has_step(&self) -> bool {
+        self.outstanding
     }
 
     /// Whether `step` is the one outstanding.

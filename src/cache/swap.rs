@@ -1,6 +1,6 @@
 //! Swapping: tables whose last blocks are in the host pool.
 //!
-//! A table's blocks that nobody else holds are its last ones, because whoever holds a block holds all before it. Swapping
+//! A table's blocks that no other holds are its last ones, because a holder of a block holds all before it. Swapping
 //! out moves those, last first; what others still hold stays where it is. A block that only swapped tables hold moves
 //! once and is shared in the host pool, and when one of them returns, it returns for all of them. Tables that share
 //! everything leave together: with the first of them nothing moves, with the last one all.
@@ -67,7 +67,7 @@ impl KvCache {
         rows
     }
 
-    /// How many blocks, from a table's last one in a lane on, nobody would hold if `rows`, which begin with the table's, let
+    /// How many blocks, from a table's last one in a lane on, would have no holder if `rows`, which begin with the table's, let
     /// go.
     fn movable_blocks(&self, table: TableId, lane: usize, rows: &[usize]) -> u32 {
         let run = |row: usize| &self.tables[row].runs[lane];
@@ -240,7 +240,7 @@ impl KvCache {
         rows
     }
 
-    /// A block, taken for one table, replaces a slot for those of `rows`. It is given to nobody else in this step, nor moved
+    /// A block, taken for one table, replaces a slot for those of `rows`. It is given to no other table in this step, nor moved
     /// out again, for the step fills it.
     fn fetch(&mut self, lane: usize, rows: &[usize], slot: HostSlot, block: BlockId) {
         let step = self.last_step;
@@ -320,7 +320,7 @@ impl KvCache {
     /// + tables + what they had moved out since).
     pub(super) fn cut_lost(&mut self, since: StepId) {
         for row in 0..self.tables.len() {
-            let lanes = self.lanes.iter().zip(&self.tables[row].runs);
+            let lanes = self.lanes.iter().zip(self.tables[row].runs.iter());
             let lost = lanes.filter_map(|(lane, run)| {
                 Some(lane.tokens_before(run.pool_end() + self.first_lost(run, since)?))
             });

@@ -241,9 +241,9 @@ mod tests {
         ] {
             let default = SchedulerConfig::default();
             for ((shape, parameters), rows) in
-                [(large, 8_000_000_000), (small, 135_000_000)].into_iter().zip(rows)
+                [(&large, 8_000_000_000), (&small, 135_000_000)].into_iter().zip(rows)
             {
-                let config = scheduler_config(Scale::of(device_type), &shape, parameters);
+                let config = scheduler_config(Scale::of(device_type), shape, parameters);
                 let flop_per_pair =
                     4 * u64::from(shape.num_query_heads() * shape.head_dim() * shape.num_layers());
                 let weights = 2 * parameters * u64::from(config.step_tokens);

@@ -230,7 +230,7 @@ impl PlanChecker {
         }
     }
 
-    /// Copies of a block into itself are left out by the upload, so they are in nobody's way.
+    /// Copies of a block into itself are left out by the upload, so they are in no other's way.
     fn check_copies(&mut self, plan: &StepPlan) -> Result<(), PlanFault> {
         self.sorted.clear();
         for copy in plan.block_copies() {

@@ -11,8 +11,10 @@
 
 use crate::gpu::metadata::MetadataSlots;
 use crate::schedule::StepPlan;
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use wgpu::ComputePass;
 
 /// What is known of a step's commands. Who holds it (the step, a callback in every encoder) holds the step's slot.
 #[derive(Debug, Default)]
@@ -58,6 +60,59 @@ impl Drop for Commands {
         if let Some(lease) = self.0.take() {
             lease.is_dropped.store(true, Ordering::Release);
         }
+    }
+}
+
+/// The passes of a step, in which its commands are held: once in each, and not in every layer, for wgpu pays for a callback
+/// when it is registered, submitted and called.
+#[derive(Debug, Default)]
+pub(super) struct HeldPasses {
+    /// The last one.
+    number: Option<u64>,
+}
+
+impl HeldPasses {
+    /// Has `pass` hold the step until the submission that it becomes part of has completed, or will never be.
+    pub(super) fn hold(&mut self, pass: &ComputePass<'_>, lease: &Arc<Lease>) {
+        let number = pass_number(pass);
+        if number.is_some() && number == self.number {
+            return;
+        }
+        self.number = number;
+        let commands = Commands::new(lease);
+        pass.on_submitted_work_done(move || commands.completed());
+    }
+}
+
+/// The number of a pass, which no other one ever has, if it has one.
+fn pass_number(pass: &ComputePass<'_>) -> Option<u64> {
+    let mut reader = NumberReader::default();
+    pass.hash(&mut reader);
+    reader.number.filter(|_| !reader.has_more)
+}
+
+/// Reads what a pass hashes. wgpu numbers passes from one counter, and hashes the number, behind the kind of the backend;
+/// passes of a backend that is not wgpu's own hash their address, which the next one may have, too.
+#[derive(Default)]
+struct NumberReader {
+    number: Option<u64>,
+    has_more: bool,
+}
+
+impl Hasher for NumberReader {
+    fn write(&mut self, _: &[u8]) {
+        self.has_more = true;
+    }
+
+    fn write_u64(&mut self, number: u64) {
+        self.has_more |= self.number.replace(number).is_some();
+    }
+
+    /// The kind of the backend.
+    fn write_isize(&mut self, _: isize) {}
+
+    fn finish(&self) -> u64 {
+        self.number.unwrap_or_default()
     }
 }
 

@@ -96,7 +96,7 @@ impl DeviceMemory {
         Ok(Self { arenas, tables, partials, layers, layer_stride })
     }
 
-    /// Gives the memory back, whoever holds the buffers.
+    /// Gives the memory back, even if others hold the buffers.
     pub(super) fn destroy(&self) {
         self.arenas
             .iter()

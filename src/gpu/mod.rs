@@ -59,6 +59,7 @@ use crate::layout::ArenaLayout;
 use crate::model::ModelShape;
 use crate::schedule::{SplitConfig, StepPlan, TransferReport, WorkSplit};
 use capabilities::Capabilities;
+use lease::HeldPasses;
 use params::STEP_PARAMS_WORDS;
 use pipelines::{Compilation, Layouts, Pipelines};
 use pool::{Pool, PoolContext, slot_context};
@@ -281,6 +282,7 @@ impl PagedAttention {
             pool: self.pool.id,
             slot,
             lease,
+            held_passes: HeldPasses::default(),
             metadata: slot_state.buffer.clone(),
             params: slot_state.record.params,
             transfer,

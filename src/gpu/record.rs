@@ -2,7 +2,7 @@
 
 use crate::error::RecordError;
 use crate::gpu::PagedAttention;
-use crate::gpu::lease::{Commands, Lease};
+use crate::gpu::lease::{Commands, HeldPasses, Lease};
 use crate::gpu::metadata::Slot;
 use crate::gpu::params::StepParams;
 use crate::gpu::tensors::BoundTensors;
@@ -23,6 +23,7 @@ pub struct PreparedStep {
     pub(super) pool: u64,
     pub(super) slot: usize,
     pub(super) lease: Arc<Lease>,
+    pub(super) held_passes: HeldPasses,
     pub(super) metadata: wgpu::Buffer,
     pub(super) params: StepParams,
     /// Counts the arrivals of the step's swaps, if it has any; given away when they are recorded.
@@ -165,14 +166,14 @@ impl PagedAttention {
         if pairs == 0 {
             return;
         }
-        hold_lease(pass, step);
+        step.held_passes.hold(pass, &step.lease);
         pass.push_debug_group("paged_kv.block_copy");
         pass.set_pipeline(&self.pipelines.block_copy);
         for arena in 0..self.pool.arenas.num_arenas() {
             let first_layer = arena * self.pool.arenas.layers_per_arena();
             pass.set_bind_group(0, &slot.group, &[0, first_layer * self.pool.memory.layer_stride]);
             pass.set_bind_group(1, &self.pool.groups.written_arenas[arena as usize], &[]);
-            let units = self.pool.arenas.block_stride_words(arena) / 4;
+            let units = self.pool.arenas.block_stride_units(arena);
             step.dispatches += self.dispatch(pass, pairs * units.div_ceil(COPY_UNITS));
         }
         pass.pop_debug_group();
@@ -244,12 +245,14 @@ impl PagedAttention {
         if step.rows() == 0 {
             return Ok(());
         }
-        hold_lease(pass, step);
+        step.held_passes.hold(pass, &step.lease);
+        let slot = self.pool.slots.slot(step.slot);
+        let mut target = LayerPass { slot, layer, tensors, header: None };
         if part != LayerPart::Attention {
-            step.dispatches += self.append(pass, step, layer, tensors);
+            step.dispatches += self.append(pass, &mut target);
         }
         if part != LayerPart::Append {
-            step.dispatches += self.record_attention(pass, step, layer, tensors);
+            step.dispatches += self.record_attention(pass, &mut target);
         }
         self.stats.step_dispatches = step.dispatches;
         Ok(())
@@ -286,60 +289,53 @@ impl PagedAttention {
         Ok(())
     }
 
-    fn append(
-        &self,
-        pass: &mut ComputePass<'_>,
-        step: &PreparedStep,
-        layer: u32,
-        tensors: &BoundTensors,
-    ) -> u32 {
-        let slot = self.pool.slots.slot(step.slot);
-        let (arena, _) = self.pool.arenas.arena_of(layer);
+    fn append(&self, pass: &mut ComputePass<'_>, target: &mut LayerPass<'_>) -> u32 {
+        let (arena, _) = self.pool.arenas.arena_of(target.layer);
         pass.push_debug_group("paged_kv.append");
         pass.set_pipeline(&self.pipelines.append);
-        pass.set_bind_group(0, &slot.group, &[0, layer * self.pool.memory.layer_stride]);
+        // Any header will do.
+        self.bind_step(pass, target, 0);
         pass.set_bind_group(1, &self.pool.groups.written_arenas[arena as usize], &[]);
-        pass.set_bind_group(2, &tensors.append, &[]);
-        let dispatches = self.dispatch(pass, u64::from(step.rows()));
+        pass.set_bind_group(2, &target.tensors.append, &[]);
+        let dispatches = self.dispatch(pass, u64::from(target.slot.record.params.num_rows));
         pass.pop_debug_group();
         dispatches
     }
 
     /// The attention of all rows, and the merge of those that were split; group after group, if the rows are grouped.
-    fn record_attention(
-        &self,
-        pass: &mut ComputePass<'_>,
-        step: &PreparedStep,
-        layer: u32,
-        tensors: &BoundTensors,
-    ) -> u32 {
-        let slot = self.pool.slots.slot(step.slot);
-        let record = &slot.record;
-        let target = LayerPass { slot, layer, tensors };
+    fn record_attention(&self, pass: &mut ComputePass<'_>, target: &mut LayerPass<'_>) -> u32 {
+        let Slot { record, .. } = target.slot;
         if record.groups.is_empty() {
             let headers = 0..record.prefill_dispatches.len() as u32;
-            return self.record_decode(pass, &target)
-                + self.record_prefill(pass, &target, headers)
-                + self.record_merge(pass, &target, 0, record.params.num_merge_items);
+            return self.record_decode(pass, target)
+                + self.record_prefill(pass, target, headers)
+                + self.record_merge(pass, target, 0, record.params.num_merge_items);
         }
         let groups = (0..).zip(&record.groups);
         groups
             .map(|(group, (headers, num_merge_items))| {
-                self.record_prefill(pass, &target, headers.clone())
-                    + self.record_merge(pass, &target, group, *num_merge_items)
+                self.record_prefill(pass, target, headers.clone())
+                    + self.record_merge(pass, target, group, *num_merge_items)
             })
             .sum()
     }
 
-    fn record_decode(&self, pass: &mut ComputePass<'_>, target: &LayerPass<'_>) -> u32 {
-        let counts = &target.slot.record.decode_dispatches;
+    fn record_decode(&self, pass: &mut ComputePass<'_>, target: &mut LayerPass<'_>) -> u32 {
+        let Slot { record, .. } = target.slot;
+        let counts = &record.decode_dispatches;
         let items = (0..counts.len() as u32).map(|header| (header, counts[header as usize]));
         let kernel = ("paged_kv.attention_decode", &self.pipelines.attention_decode);
         self.record_items(pass, target, kernel, items, self.pool.split_config.workgroups_per_item)
     }
 
-    fn record_prefill(&self, pass: &mut ComputePass<'_>, target: &LayerPass<'_>, headers: Range<u32>) -> u32 {
-        let counts = &target.slot.record.prefill_dispatches;
+    fn record_prefill(
+        &self,
+        pass: &mut ComputePass<'_>,
+        target: &mut LayerPass<'_>,
+        headers: Range<u32>,
+    ) -> u32 {
+        let Slot { record, .. } = target.slot;
+        let counts = &record.prefill_dispatches;
         let items = headers.map(|header| (header, counts[header as usize]));
         let kernel = ("paged_kv.attention_prefill", &self.pipelines.attention_prefill);
         self.record_items(pass, target, kernel, items, self.shape.num_kv_heads())
@@ -349,7 +345,7 @@ impl PagedAttention {
     fn record_items(
         &self,
         pass: &mut ComputePass<'_>,
-        target: &LayerPass<'_>,
+        target: &mut LayerPass<'_>,
         (label, pipeline): (&str, &ComputePipeline),
         items: impl ExactSizeIterator<Item = (u32, u32)>,
         workgroups_per_item: u32,
@@ -375,7 +371,7 @@ impl PagedAttention {
     fn record_merge(
         &self,
         pass: &mut ComputePass<'_>,
-        target: &LayerPass<'_>,
+        target: &mut LayerPass<'_>,
         header: u32,
         num_items: u32,
     ) -> u32 {
@@ -387,15 +383,18 @@ impl PagedAttention {
         self.bind_step(pass, target, header);
         pass.set_bind_group(1, &self.pool.groups.merge, &[]);
         // Group 2 has the output.
-        let vectors = u64::from(self.pool.cache.layout().v_head_dim() / 4);
-        let per_item = u64::from(self.shape.num_query_heads()) * vectors;
+        let units = u64::from(self.pool.cache.layout().v_sum_units());
+        let per_item = u64::from(self.shape.num_query_heads()) * units;
         let dispatches = self.dispatch(pass, (u64::from(num_items) * per_item).div_ceil(64));
         pass.pop_debug_group();
         dispatches
     }
 
-    /// Binds a header of the step, and the layer.
-    fn bind_step(&self, pass: &mut ComputePass<'_>, target: &LayerPass<'_>, header: u32) {
+    /// Binds a header of the step, and the layer, unless they are bound: all kernels have them in the same place.
+    fn bind_step(&self, pass: &mut ComputePass<'_>, target: &mut LayerPass<'_>, header: u32) {
+        if target.header.replace(header) == Some(header) {
+            return;
+        }
         let offsets = [header * self.header_words * 4, target.layer * self.pool.memory.layer_stride];
         pass.set_bind_group(0, &target.slot.group, &offsets);
     }
@@ -415,10 +414,6 @@ struct LayerPass<'a> {
     slot: &'a Slot,
     layer: u32,
     tensors: &'a BoundTensors,
-}
-
-/// Keeps the step's metadata until the submission that the pass becomes part of has completed, or will never be.
-fn hold_lease(pass: &mut ComputePass<'_>, step: &PreparedStep) {
-    let commands = Commands::new(&step.lease);
-    pass.on_submitted_work_done(move || commands.completed());
+    /// The header that is bound, with the layer.
+    header: Option<u32>,
 }

@@ -29,7 +29,7 @@ pub(super) fn guarded<T>(device: &wgpu::Device, create: impl FnOnce() -> T) -> R
 
 /// Whether the device is lost.
 ///
-/// wgpu says so to nobody but the application's callback: calls on a lost device return as if all was well, and no error
+/// wgpu says so only to the application's callback: calls on a lost device return as if all was well, and no error
 /// scope sees anything. But a buffer that such a device has made cannot be mapped. In a browser it can, and a lost device
 /// is not noticed.
 pub(super) fn is_lost(device: &wgpu::Device) -> bool {
@@ -39,8 +39,10 @@ pub(super) fn is_lost(device: &wgpu::Device) -> bool {
         usage: BufferUsages::MAP_WRITE | BufferUsages::COPY_SRC,
         mapped_at_creation: true,
     };
-    let (mapped, error) =
-        captured(device, || device.create_buffer(&descriptor).get_mapped_range_mut(..).is_ok());
+    // No other kind of error can come of it, and every scope costs the step that is being prepared.
+    let memory = device.push_error_scope(ErrorFilter::OutOfMemory);
+    let mapped = device.create_buffer(&descriptor).get_mapped_range_mut(..).is_ok();
+    let error = now(memory.pop());
     !mapped && error.is_none()
 }
 

@@ -6,7 +6,7 @@ use crate::gpu::capabilities::Capabilities;
 use crate::gpu::options::AttentionOptions;
 use crate::gpu::params::LayerParams;
 use crate::gpu::shader::{COMPACT_QUERIES, Kernel, MAX_QUERIES, PREFILL_QUERIES, TILE, VariantKey};
-use crate::layout::ArenaLayout;
+use crate::layout::{ArenaLayout, UNIT_BYTES};
 use crate::model::ModelShape;
 use crate::schedule::SplitConfig;
 
@@ -66,9 +66,9 @@ pub(super) fn check_shape(shape: &ModelShape, cache: &CacheConfig) -> Result<(),
     Ok(())
 }
 
-/// Bytes of one partial result: per query head the weighted sums, then maximum and sum, padded to 16 bytes.
+/// Bytes of one partial result: per query head the weighted sums, then a unit with maximum and sum.
 pub(super) fn partial_bytes(shape: &ModelShape, cache: &CacheConfig) -> u64 {
-    u64::from(shape.num_query_heads()) * u64::from(cache.layout().v_head_dim() / 4 + 1) * 16
+    u64::from(shape.num_query_heads()) * u64::from(cache.layout().v_sum_units() + 1) * UNIT_BYTES
 }
 
 pub(super) fn split_config(
@@ -133,14 +133,13 @@ pub(super) fn layer_params(
     tiles: QueryTiles,
 ) -> Vec<LayerParams> {
     let scale = options.scale.unwrap_or_else(|| 1.0 / (shape.head_dim() as f32).sqrt());
-    let layer_units = arenas.block().layer_block_words() / 4;
     (0..shape.num_layers())
         .map(|layer| {
-            let (arena, layer_in_arena) = arenas.arena_of(layer);
+            let (arena, _) = arenas.arena_of(layer);
             // An arena has less than 2^31 bytes, so each of these fits.
             LayerParams {
-                block_stride: (arenas.block_stride_words(arena) / 4) as u32,
-                layer_start: (u64::from(layer_in_arena) * layer_units) as u32,
+                block_stride: arenas.block_stride_units(arena) as u32,
+                layer_start: arenas.layer_start_units(layer) as u32,
                 block_shift: cache.block_size().trailing_zeros(),
                 table_entries: cache.table_entries(),
                 num_kv_heads: shape.num_kv_heads(),

@@ -9,6 +9,7 @@
 //! The set of keys is finite: [`all_variants`] names them all, [`sample_variants`] a part that has every pair of choices.
 
 use crate::gpu::options::ActivationType;
+use crate::layout::row_units;
 use crate::model::{KvType, MAX_HEAD_DIM};
 use crate::schedule::PrefillItem;
 use std::collections::HashSet;
@@ -139,15 +140,14 @@ impl VariantKey {
 
     fn header(&self, fold: u32) -> String {
         let mut text = format!("// {self}\nconst FOLD = {fold}u;\n");
-        let units = |head_dim: u32, kv_type: KvType| head_dim / kv_type.elements_per_vec4();
         let attention = self.kernel.is_attention();
         if attention || self.kernel == Kernel::Append {
             let _ = write!(
                 text,
                 "const K_HEAD_DIM = {}u;\nconst K_ROW = {}u;\nconst V_ROW = {}u;\n",
                 self.k_head_dim,
-                units(self.k_head_dim, self.k_type),
-                units(self.v_head_dim, self.v_type),
+                row_units(self.k_head_dim, self.k_type),
+                row_units(self.v_head_dim, self.v_type),
             );
         }
         if attention || self.kernel == Kernel::AttentionMerge {

@@ -77,7 +77,7 @@ impl StagingLayout {
         max_bytes: u64,
     ) -> Self {
         let range_bytes: Vec<u64> =
-            (0..arenas.num_arenas()).map(|arena| 4 * arenas.block_stride_words(arena)).collect();
+            (0..arenas.num_arenas()).map(|arena| arenas.block_stride_bytes(arena)).collect();
         let largest = range_bytes.iter().copied().max().unwrap_or(0);
         let wanted = staging_bytes.unwrap_or(DEFAULT_STAGING_BYTES) / MAX_IDLE_BUFFERS as u64;
         let bytes = wanted.min(host_bytes).max(largest).min(max_bytes);

@@ -7,7 +7,7 @@
 //!
 //! Every staging buffer of a step counts its arrival in one counter, by the callback of its mapping, which wgpu calls
 //! when the submission has completed, or drops with an encoder that is never submitted. A transfer has arrived when all
-//! have counted; it never will when nobody else holds the counter any more.
+//! have counted; it never will once no callback holds the counter any more.
 //!
 //! A submission that wgpu refuses maps its buffers all the same, and they hold what they held before. Therefore the
 //! commands end with a copy of the step's number from its metadata, the *stamp*: without it, nothing has arrived.

@@ -26,13 +26,11 @@ impl<'a> AttentionInputs<'a> {
         Self { cache, plan, layer, query, scale }
     }
 
-    /// Rows of a sequence, and the tokens it holds before the first of them.
-    ///
-    /// More rows than tokens leave the first rows without a key: the number before is then negative.
-    pub(super) fn rows_and_past(&self, sequence: u32) -> (u32, i64) {
+    /// Tokens that a sequence's last row sees, and its rows.
+    pub(super) fn context_and_rows(&self, sequence: u32) -> (usize, usize) {
         let starts = self.plan.query_starts();
         let rows = starts[sequence as usize + 1] - starts[sequence as usize];
-        (rows, i64::from(self.plan.context_lens()[sequence as usize]) - i64::from(rows))
+        (self.plan.context_lens()[sequence as usize] as usize, rows as usize)
     }
 
     /// The query of one head in one row.

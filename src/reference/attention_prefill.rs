@@ -1,6 +1,7 @@
 //! Twin of `attention_prefill`: a tile of one sequence's queries over a span of the keys that they see.
 
 use crate::reference::online_softmax::{KeySpan, OnlineSoftmax};
+use crate::reference::rule::visible_end;
 use crate::reference::{AttentionInputs, RowsMut};
 use crate::schedule::{DIRECT, PrefillItem};
 
@@ -29,15 +30,18 @@ pub fn attention_prefill(
     let mut softmax = OnlineSoftmax::new(inputs.cache);
     for item in items {
         let first_row = inputs.plan.query_starts()[item.sequence as usize];
-        let (_, past) = inputs.rows_and_past(item.sequence);
+        let (context, rows) = inputs.context_and_rows(item.sequence);
         let table = inputs.table(item.sequence);
         for kv_head in 0..block.num_kv_heads() {
             softmax.clear();
             for query in item.first_query..item.end_query {
                 let row = query / heads;
-                let visible_end = (past + i64::from(row) + 1).max(0) as u32;
                 let head = kv_head * heads + query % heads;
-                softmax.push_query(inputs.query_of(first_row + row, head), inputs.scale, visible_end);
+                softmax.push_query(
+                    inputs.query_of(first_row + row, head),
+                    inputs.scale,
+                    visible_end(context, rows, row as usize) as u32,
+                );
             }
             softmax.attend(KeySpan {
                 cache: inputs.cache,

@@ -30,8 +30,12 @@ impl CpuCache {
     /// A zeroed cache of the size that `config` says.
     ///
     /// # Panics
-    /// When `config` was made for a model of another shape, or query heads are no multiple of kv heads.
+    /// When `config` was made for a model of another shape, query heads are no multiple of kv heads, or the model has more
+    /// than one group of layers, or one whose rows do not see everything.
     pub fn new(shape: &ModelShape, config: &CacheConfig) -> Self {
+        if let Err(error) = config.check_plain() {
+            panic!("{error}");
+        }
         let block = *config.layout();
         assert_eq!(
             (block.num_layers(), block.num_kv_heads(), block.k_head_dim()),
@@ -52,7 +56,7 @@ impl CpuCache {
             max_sequences: config.max_sequences(),
             table_entries: config.table_entries(),
             fingerprint: config.fingerprint(),
-            words: vec![0; (layout.arena_bytes(0) / 4) as usize],
+            words: vec![0; layout.arena_words(0) as usize],
             tables: vec![0; config.max_sequences() as usize * config.table_entries() as usize],
             host: vec![Vec::new(); config.host_blocks() as usize],
         }

@@ -4,6 +4,8 @@
 //! `output[i] = sum_t softmax_t(scale * query[i] . key[t]) value[t]` over the keys `t` that row `i` sees (Vaswani et al.,
 //! "Attention Is All You Need", 3.2.1). No blocks, no spans, no running maximum.
 
+use crate::reference::rule::visible_end;
+
 /// One sequence's queries, keys and values.
 #[derive(Clone, Copy, Debug)]
 pub struct DenseInputs<'a> {
@@ -59,7 +61,7 @@ pub fn dense_attention(inputs: &DenseInputs<'_>) -> DenseOutput {
     for (index, query) in inputs.query.chunks_exact(k_len).enumerate() {
         let (row, head) = (index / query_heads, index % query_heads);
         let kv_head = head / (query_heads / kv_heads);
-        let visible = (tokens + row + 1).saturating_sub(rows);
+        let visible = visible_end(tokens, rows, row);
         let logits: Vec<f64> = (0..visible)
             .map(|token| {
                 let key = &inputs.keys[(token * kv_heads + kv_head) * k_len..][..k_len];

@@ -63,6 +63,7 @@ mod f16;
 mod online_softmax;
 mod parts;
 mod rows;
+mod rule;
 mod swap;
 
 pub use append::append;

@@ -8,11 +8,11 @@
 //! one and only so many: it waits for their end at most, and for nothing that comes later.
 
 use crate::error::RequestError;
+use crate::ids::TableId;
 use crate::schedule::blocks;
-use crate::schedule::request::{Admission, Priority};
+use crate::schedule::request::{Admission, StepEvent};
 use crate::schedule::residency::MAX_STEPS_IN_TRANSFER;
 use crate::schedule::scheduler::{Index, Scheduler};
-use crate::schedule::sequence::{Sequence, State};
 
 /// Most sequences at the head of the line that a step has stand behind others: to look at one takes as long as its prompt.
 const MOST_SENT_BEHIND: usize = 64;
@@ -38,42 +38,41 @@ pub(super) enum Lacking {
 }
 
 impl Scheduler {
-    /// Lets in the first in line, or a sequence that may go instead; where others were preempted for the first one, none
-    /// that merely fits. Returns which, or what the first one lacks.
-    pub(super) fn admit_next(&mut self, preempted_for: Option<Index>) -> Result<Index, Lacking> {
-        let admitted = match preempted_for.filter(|&index| self.line.first() != Some(index)) {
-            // Whoever stood behind a victim may come before it now.
-            Some(index) => match self.ask(index) {
-                Err(_) if self.running.is_empty() => self.admit_first(true),
-                asked => asked.map(|()| index),
-            },
-            None => self.admit_first(preempted_for.is_some()),
-        };
-        self.matched.index = None;
-        admitted
-    }
-
-    fn admit_first(&mut self, only_first: bool) -> Result<Index, Lacking> {
-        let mut lacking = Lacking::Table;
-        let mut first = None;
-        for _ in 0..MOST_SENT_BEHIND {
-            let Some(index) = self.line.first() else { break };
-            match self.ask(index) {
-                Ok(()) => return Ok(index),
-                // What others were preempted for stands behind one that runs, now that theirs is gone: nobody else goes.
-                Err(Lacking::Prompt(other)) if only_first => return Err(Lacking::Prompt(other)),
-                Err(Lacking::Prompt(other)) => lacking = Lacking::Prompt(other),
-                Err(other) => {
-                    (first, lacking) = (Some(index), other);
-                    break;
-                }
+    /// Lets in the `first` in line, or a sequence that may go instead; where others were preempted for one, that one alone,
+    /// though a sequence that stood behind a victim may come before it by now. Returns which, or what the first one lacks.
+    pub(super) fn admit_next(
+        &mut self,
+        first: Index,
+        preempted_for: Option<Index>,
+    ) -> Result<Index, Lacking> {
+        if let Some(index) = preempted_for.filter(|&index| index != first) {
+            let asked = self.ask(index).map(|()| index);
+            if asked.is_ok() || !self.sequences.running().is_empty() {
+                return asked;
             }
         }
-        let Some(first) = first else { return Err(lacking) };
-        if self.running.is_empty() || !self.is_overcommitted() {
-            let has_blocks = |other| self.running.is_empty() && self.get(other).table.is_some();
-            let entitled = |&other: &Index| self.get(other).is_promised() || has_blocks(other);
-            let behind = self.line.claimants_after(self.get(first).place());
+        let only_first = preempted_for.is_some();
+        let (mut first, mut num_sent) = (first, 0);
+        let mut lacking = loop {
+            match self.ask(first) {
+                Ok(()) => return Ok(first),
+                // Others were preempted for it, and it stands behind one that runs now that they are gone: nobody goes.
+                Err(Lacking::Prompt(other)) if only_first => return Err(Lacking::Prompt(other)),
+                Err(Lacking::Prompt(other)) => {
+                    num_sent += 1;
+                    let next = self.sequences.first_in_line().filter(|_| num_sent < MOST_SENT_BEHIND);
+                    first = next.ok_or(Lacking::Prompt(other))?;
+                }
+                Err(lacking) => break lacking,
+            }
+        };
+        let nobody_runs = self.sequences.running().is_empty();
+        if nobody_runs || !self.is_overcommitted() {
+            let entitled = |&other: &Index| {
+                let other = &self.sequences[other];
+                other.is_promised() || (nobody_runs && other.table().is_some())
+            };
+            let behind = self.sequences.line().claimants_after(self.sequences[first].place());
             let others: Vec<Index> = behind.filter(entitled).collect();
             for other in others {
                 match self.ask(other) {
@@ -90,19 +89,20 @@ impl Scheduler {
 
     /// Lets a request in that comes after the first in line and fits, if that one lacks blocks and may still be passed.
     fn admit_passing(&mut self, first: Index, lacking: Lacking) -> Option<Index> {
-        let Sequence { passed, priority, .. } = *self.get(first);
-        if !matches!(lacking, Lacking::Blocks { .. }) || passed >= self.config.max_passed {
+        let sequence = &self.sequences[first];
+        if !matches!(lacking, Lacking::Blocks { .. }) || sequence.passed >= self.config.max_passed {
             return None;
         }
+        let (priority, place) = (sequence.priority(), sequence.place());
         let mut asked = [0; MOST_ASKED_TO_PASS];
         let mut num_asked = 0;
-        for (slot, index) in asked.iter_mut().zip(self.line.after(self.get(first).place())) {
+        for (slot, index) in asked.iter_mut().zip(self.sequences.line().after(place)) {
             *slot = index;
             num_asked += 1;
         }
         for &index in &asked[..num_asked] {
-            if self.get(index).priority <= priority && self.ask(index).is_ok() {
-                self.get_mut(first).passed += 1;
+            if self.sequences[index].priority() <= priority && self.ask(index).is_ok() {
+                self.sequences.note_passed(first);
                 return Some(index);
             }
         }
@@ -112,27 +112,23 @@ impl Scheduler {
     /// Lets a sequence in, or notes what it lacks.
     fn ask(&mut self, index: Index) -> Result<(), Lacking> {
         let asked = self.try_admit(index);
-        self.get_mut(index).lacking = asked.err();
-        // What it is promised may have it asked although it stands behind another one already.
-        if let (Err(Lacking::Prompt(other)), None) = (asked, self.get(index).behind) {
-            self.get_mut(index).behind = Some(other);
-            self.line.stand_behind(self.get(index).place(), other);
+        if let Err(lacking) = asked {
+            self.sequences.note_lacking(index, Some(lacking));
+        }
+        if let Err(Lacking::Prompt(other)) = asked {
+            self.sequences.stand_behind(index, other);
         }
         asked
     }
 
     fn try_admit(&mut self, index: Index) -> Result<(), Lacking> {
-        if self.sums.running + self.get(index).width() > self.max_running() {
+        if self.sequences.num_running_with(index) > self.max_running {
             return Err(Lacking::Table);
         }
-        let table = self.get(index).table;
-        let returns = table.is_some_and(|table| self.cache.host_blocks_of(table).unwrap_or(0) > 0);
-        let busy = returns && self.cache.num_transfers() >= MAX_STEPS_IN_TRANSFER;
-        if busy || table.is_some_and(|table| !self.cache.can_return(table)) {
-            return Err(Lacking::Transfers);
-        }
-        self.reconsider_return(index);
-        let table = self.get(index).table;
+        let table = match self.sequences[index].table() {
+            Some(table) => self.check_return(index, table)?,
+            None => None,
+        };
         self.match_prefix(index);
         let evictions = self.cache.num_evictions();
         if let Some(other) = self.computes_prompt_of(index) {
@@ -146,45 +142,40 @@ impl Scheduler {
             // What made room may have been among what was found. It is free now, so the sum is the same.
             self.match_prefix(index);
         }
-        let max_tokens = self.get(index).max_tokens;
-        if table.is_none() {
-            let table = self.cache.create(max_tokens).map_err(|_| Lacking::Table)?;
-            self.set_table(index, table);
-            self.adopt_prefix(index);
-            self.note_tail(index);
-        }
-        if let Some(table) = table.filter(|&table| self.cache.host_blocks_of(table).unwrap_or(0) > 0) {
-            self.cache.swap_in(table).map_err(|_| Lacking::Transfers)?;
-            self.stats.swaps_in += 1;
-        }
-        self.let_in(index, max_tokens);
+        let table = match table {
+            None => self.open_table(index)?,
+            Some(table) => {
+                if blocks::returning(&self.cache, Some(table)) > 0 {
+                    self.cache.swap_in(table).map_err(|_| Lacking::Transfers)?;
+                    self.stats.swaps_in += 1;
+                }
+                table
+            }
+        };
+        let sequence = self.sequences.let_in(index, &self.cache);
+        self.cache.expect_hits_at(table, sequence.terms.input_len);
+        self.events.push(StepEvent::Admitted { sequence: sequence.id(), prefix: sequence.prefix });
         Ok(())
     }
 
-    fn let_in(&mut self, index: Index, max_tokens: u32) {
-        self.leave_queue(index);
-        let nodes = self.cache.nodes_of(max_tokens);
-        let sequence = self.get_mut(index);
-        // Growing to the declared maximum reallocates nothing.
-        sequence.tokens.reserve((max_tokens as usize).saturating_sub(sequence.tokens.len()));
-        sequence.hashes.reserve(nodes.saturating_sub(sequence.hashes.len()));
-        sequence.state = State::Running;
-        sequence.lacking = None;
-        sequence.was_let_in = true;
-        let (table, input_len) = (sequence.table, sequence.input_len);
-        if let Some(table) = table {
-            self.cache.expect_hits_at(table, input_len);
+    /// Whether the table of a sequence in line, which may be in the host pool, can come back. Returns none where the
+    /// sequence is better computed again, and has given it up.
+    fn check_return(&mut self, index: Index, table: TableId) -> Result<Option<TableId>, Lacking> {
+        let returning = blocks::returning(&self.cache, Some(table));
+        let busy = returning > 0 && self.cache.num_transfers() >= MAX_STEPS_IN_TRANSFER;
+        if busy || !self.cache.can_return(table) {
+            return Err(Lacking::Transfers);
         }
-        self.enter_running(index);
-        self.tell_admitted(index);
+        self.reconsider_return(index, returning);
+        Ok(self.sequences[index].table())
     }
 
     fn admit_promised(&mut self, index: Index) -> Result<(), Lacking> {
-        if !self.get(index).is_promised() {
+        if !self.sequences[index].is_promised() {
             self.promise(index)?;
         }
         // Idle content gives way to blocks that come back.
-        let returning = blocks::returning(&self.cache, self.get(index));
+        let returning = blocks::returning(&self.cache, self.sequences[index].table());
         let may_return = returning == 0 || self.make_room(index, returning, false);
         if self.ensure_tables(index, None) && may_return { Ok(()) } else { Err(Lacking::Table) }
     }
@@ -193,14 +184,14 @@ impl Scheduler {
         self.set_promised(index, true);
         loop {
             let evictions = self.cache.num_evictions();
-            let lacking = match self.check_promise(None) {
+            let lacking = match self.promises().check(None) {
                 Ok(()) if self.ensure_tables(index, None) => {
                     if self.cache.num_evictions() != evictions {
                         // A window's block may have gone, and with it the hit that shares what others are promised.
                         self.match_prefix(index);
                         continue;
                     }
-                    self.line.note_claims(self.get(index).place(), index);
+                    self.sequences.note_claims(index);
                     return Ok(());
                 }
                 Err(RequestError::PromiseExceeded { needed, available }) => {
@@ -209,7 +200,7 @@ impl Scheduler {
                         self.match_prefix(index);
                         continue;
                     }
-                    let own = blocks::whole_need(&self.cache, self.get(index), self.most_rows);
+                    let own = blocks::whole_need(&self.cache, &self.sequences[index]);
                     let available = (available + own).saturating_sub(needed);
                     Lacking::Blocks { needed: own, available }
                 }
@@ -222,8 +213,8 @@ impl Scheduler {
 
     /// Whether nothing runs, and nothing else is promised.
     fn is_alone(&self, index: Index) -> bool {
-        let promised = |other: Index| other != index && self.get(other).is_promised();
-        self.running.is_empty() && !self.line.claimants().any(promised)
+        let promised = |other: Index| other != index && self.sequences[other].is_promised();
+        self.sequences.running().is_empty() && !self.sequences.line().claimants().any(promised)
     }
 
     fn admit_fitting(&mut self, index: Index) -> Result<(), Lacking> {
@@ -234,7 +225,7 @@ impl Scheduler {
             let needed = self.blocks_to_enter(index);
             let evictions = self.cache.num_evictions();
             if !self.make_room(index, needed, false) {
-                if self.cache.drop_partial(&mut self.matched.found) {
+                if self.matched.drop_partial(&self.cache) {
                     // Without the copy of a block that matches in part, it may fit.
                     continue;
                 }
@@ -247,7 +238,7 @@ impl Scheduler {
             self.match_prefix(index);
         }
         if self.is_at_bound(index) {
-            self.protect(index);
+            self.set_protected(index, true);
         }
         Ok(())
     }
@@ -256,42 +247,29 @@ impl Scheduler {
     /// back from the host pool, what others were let in for and do not have yet, and the watermark.
     pub(super) fn blocks_to_enter(&self, index: Index) -> u32 {
         let Admission::Overcommitted { watermark_blocks } = self.config.admission else { return 0 };
-        let sequence = self.get(index);
-        let copies = blocks::shared_tails(&self.cache, sequence).count() as u32;
-        let target = if self.is_at_bound(index) { sequence.max_tokens } else { sequence.len() };
-        let found = self.found_for(index);
+        let sequence = &self.sequences[index];
+        let (copies, held) = match sequence.table() {
+            None => (0, 0),
+            table => {
+                (blocks::shared_tails(&self.cache, table).count() as u32, blocks::held(&self.cache, table))
+            }
+        };
+        let target = if self.is_at_bound(index) { sequence.terms.max_tokens } else { sequence.len() };
+        let found = self.matched.found_for(index);
         let taken = found.map_or(0, |found| self.cache.blocks_taken_by(found));
         // A block that matches in part is taken, and copied.
         let adopted = found.map_or(0, |found| found.num_full_blocks());
-        // A pool that does not hold a prompt's largest steps holds smaller ones.
-        let at_most = [self.most_rows, 1].map(|rows| self.cache.most_blocks(target, rows));
-        let at_most = if at_most[0] > self.cache.config().num_blocks() { at_most[1] } else { at_most[0] };
-        let own = at_most.saturating_sub(blocks::held(&self.cache, sequence) + adopted);
-        // Prompts that are being read still need blocks that they were let in for. Those of lower classes step back.
-        let steps_back =
-            |other: &Sequence| other.priority > sequence.priority && other.place() > sequence.place();
-        let own_owed = sequence.counted.map_or(0, |counted| counted.owed);
-        let back: u32 = match self.running_below(sequence.priority) {
-            0 => 0,
-            _ => {
-                let running = self.running.iter().map(|&other| self.get(other));
-                let back = running.filter(|other| steps_back(other)).filter_map(|other| other.counted);
-                back.map(|counted| counted.owed).sum()
-            }
-        };
-        let owed = self.sums.owed - own_owed - back;
-        let watermark = if self.running.is_empty() { 0 } else { watermark_blocks };
+        let returning = blocks::returning(&self.cache, sequence.table());
+        let own = self.cache.blocks_to_read(target).saturating_sub(held + adopted).max(returning);
+        // Prompts that are being read still need blocks that they were let in for.
+        let owed = self.sequences.owed_beside(index);
+        let watermark = if self.sequences.running().is_empty() { 0 } else { watermark_blocks };
         (own + taken + copies).saturating_add(owed).saturating_add(watermark)
-    }
-
-    /// Running sequences of lower classes.
-    fn running_below(&self, priority: Priority) -> u32 {
-        self.running_of_class[priority as usize + 1..].iter().sum()
     }
 
     /// Whether a sequence may not be preempted any more (I9).
     pub(super) fn is_at_bound(&self, index: Index) -> bool {
         let bound = if fault!(PreemptedWithoutBound) { u32::MAX } else { self.config.max_preemptions };
-        self.is_overcommitted() && self.get(index).preemptions >= bound
+        self.config.admission != Admission::Guaranteed && self.sequences[index].preemptions >= bound
     }
 }

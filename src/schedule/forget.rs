@@ -5,7 +5,7 @@ use crate::schedule::sequence::State;
 
 impl Scheduler {
     /// Forgets everything that lay on the device: to be called when the device is lost, or when a step was committed that
-    /// never ran there, before the next [`schedule`](Self::schedule). Nobody's tokens are lost, and those generated afterwards are the same.
+    /// never ran there, before the next [`schedule`](Self::schedule). No tokens are lost, and those generated afterwards are the same.
     ///
     /// - A plan that was neither committed nor dropped is rolled back; committing it is
     ///   [`CommitError::StalePlan`](crate::CommitError::StalePlan). What was asked of its sequences meanwhile (abort, fork,
@@ -14,7 +14,7 @@ impl Scheduler {
     ///   blocks were all in the host pool, and had arrived there, comes back from it.
     /// - A kept sequence stays kept; what it had on the device is computed again when it is extended.
     /// - The prefix cache is empty, pinned content included.
-    /// - Under guaranteed admission, whoever was promised its blocks still is, in the order of the line, as far as the pool
+    /// - Under guaranteed admission, a sequence that was promised its blocks still is, in the order of the line, as far as the pool
     ///   holds what sequences now need apart: those that shared blocks may not all run side by side any more. The others
     ///   wait until their blocks can be promised again; none is refused.
     ///
@@ -25,22 +25,25 @@ impl Scheduler {
     /// # Complexity
     /// O(blocks of the pool + table entries + sequences · log sequences).
     pub fn forget_device(&mut self) {
-        self.rollback();
-        self.restart_broken();
+        if self.cache.has_step() {
+            self.rollback();
+        }
+        while let Some(table) = self.cache.take_broken_table() {
+            self.restart_broken(table);
+        }
         self.cache.forget_device();
-        self.count_losses();
-        let records: Vec<Index> =
-            (0..self.records.len()).filter(|&index| self.records[index].is_some()).collect();
+        self.sequences.lose(&self.cache);
+        let records: Vec<Index> = self.sequences.all().map(|(index, _)| index).collect();
         for &index in &records {
             // In the host pool altogether, and at least in part there: it can return.
-            if self.get(index).computed == 0 {
-                self.release_table(index);
+            if self.sequences[index].computed() == 0 {
+                self.restart(index);
             }
-            if self.get(index).state == State::Running {
+            if self.sequences[index].state() == State::Running {
                 self.requeue(index);
             }
         }
-        self.matched.index = None;
+        self.matched.forget();
         self.resume_at = None;
         self.closed_at = None;
         self.ledger.note_given_up();
@@ -49,14 +52,14 @@ impl Scheduler {
 
     /// Keeps the promises that hold although nothing is shared any more, first come, first served.
     fn promise_again(&mut self, mut records: Vec<Index>) {
-        records.retain(|&index| self.get(index).is_promised());
-        records.sort_unstable_by_key(|&index| self.get(index).place());
+        records.retain(|&index| self.sequences[index].is_promised());
+        records.sort_unstable_by_key(|&index| self.sequences[index].place());
         for &index in &records {
             self.set_promised(index, false);
         }
         for &index in &records {
             self.set_promised(index, true);
-            if self.check_promise(None).is_err() && !fault!(LostSharingPromised) {
+            if self.promises().check(None).is_err() && !fault!(LostSharingPromised) {
                 self.set_promised(index, false);
             }
         }

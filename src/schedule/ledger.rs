@@ -4,9 +4,12 @@
 //! be others' as well or are cut when the outstanding step ends (I8); how many are protected from preemption (I9); and a
 //! count that grows with everything that could let in a sequence which was refused.
 //!
-//! It knows indices of records, and neither sequences nor the cache: the scheduler tells it what changes.
+//! It keeps indices of records, and changes neither sequences nor the cache: the scheduler tells it what changes.
 
+use crate::cache::KvCache;
+use crate::schedule::blocks;
 use crate::schedule::scheduler::Index;
+use crate::schedule::sequence::Sequences;
 use std::collections::BTreeSet;
 
 #[derive(Debug, Default)]
@@ -16,6 +19,15 @@ pub(super) struct Ledger {
     late_cuts: BTreeSet<Index>,
     num_protected: u32,
     given_up: u64,
+}
+
+/// What is reserved, as one sequence sees it.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Reserve {
+    /// Blocks that are reserved for others. Nothing is copied that they would be lacking for.
+    pub(super) for_others: u32,
+    /// Blocks that it must leave alone: none, if what it needs is reserved itself.
+    pub(super) untouchable: u32,
 }
 
 impl Ledger {
@@ -49,13 +61,12 @@ impl Ledger {
         self.shared_tails.iter().copied()
     }
 
-    /// A sequence of the outstanding step is cut when that ends.
-    pub(super) fn note_late_cut(&mut self, index: Index) {
-        self.late_cuts.insert(index);
-    }
-
-    pub(super) fn forget_late_cut(&mut self, index: Index) {
-        self.late_cuts.remove(&index);
+    /// A sequence of the outstanding step is cut when that ends, or is not any more.
+    pub(super) fn note_late_cut(&mut self, index: Index, is_late: bool) {
+        match is_late {
+            true => self.late_cuts.insert(index),
+            false => self.late_cuts.remove(&index),
+        };
     }
 
     pub(super) fn late_cuts(&self) -> impl ExactSizeIterator<Item = Index> {
@@ -76,7 +87,35 @@ impl Ledger {
         self.num_protected
     }
 
-    // What could let somebody in.
+    /// Blocks that protected sequences may still need and no other may take.
+    pub(super) fn reserved(&self, sequences: &Sequences, cache: &KvCache) -> u32 {
+        if self.num_protected == 0 {
+            return 0;
+        }
+        let protected = sequences.running().iter().map(|&index| &sequences[index]);
+        let protected = protected.filter(|sequence| sequence.is_protected());
+        protected.map(|sequence| blocks::still_needed(cache, sequence)).sum()
+    }
+
+    /// The same, as one sequence sees it.
+    pub(super) fn reserve(&self, index: Index, sequences: &Sequences, cache: &KvCache) -> Reserve {
+        if self.num_protected == 0 {
+            return Reserve::default();
+        }
+        let sequence = &sequences[index];
+        // What is kept for others keeps it from copies that it can do without, and from nothing else.
+        if sequence.is_protected() && !sequence.table().is_some_and(|table| cache.is_borrowing(table)) {
+            return Reserve::default();
+        }
+        let all = self.reserved(sequences, cache);
+        if !sequence.is_protected() {
+            return Reserve { for_others: all, untouchable: all };
+        }
+        let own = blocks::still_needed(cache, sequence);
+        Reserve { for_others: all - own, untouchable: 0 }
+    }
+
+    // What could let a sequence in.
 
     /// A sequence gave something up: blocks, a table, a place in line, or the need for them.
     pub(super) fn note_given_up(&mut self) {

@@ -56,9 +56,13 @@ impl Line {
         self.claimants.remove(&place);
     }
 
-    /// Has a sequence wait behind a running one.
-    pub(super) fn stand_behind(&mut self, place: Place, other: Index) {
-        if let Some(index) = self.open.remove(&place) {
+    /// Has a sequence, which stood behind `before` if behind any, wait behind a running one.
+    pub(super) fn stand_behind(&mut self, place: Place, before: Option<Index>, other: Index) {
+        let filed = match before {
+            Some(before) => self.behind.remove(&(before, place)),
+            None => self.open.remove(&place),
+        };
+        if let Some(index) = filed {
             self.behind.insert((other, place), index);
         }
     }

@@ -3,8 +3,11 @@
 mod abort;
 mod admission;
 mod blocks;
+mod branch;
+mod budget;
 mod commit;
 mod consistency;
+mod cut;
 mod events;
 mod forget;
 mod ledger;
@@ -14,7 +17,6 @@ mod planner;
 mod preempt;
 mod prefix;
 mod promise;
-mod records;
 mod request;
 mod residency;
 mod room;
@@ -23,6 +25,7 @@ mod sequence;
 mod status;
 mod step_builder;
 mod step_plan;
+mod transitions;
 mod victims;
 mod work_split;
 

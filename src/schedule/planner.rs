@@ -2,45 +2,20 @@
 //!
 //! Running sequences come first, in order of arrival; each decoding one has its rows set aside before a prompt's chunk
 //! takes what is left of the budgets. When the budgets do not even cover the decoding ones, they take turns: the next
-//! step begins where this one ended. Then, unless somebody was preempted, requests in line are let in while rows are
+//! step begins where this one ended. Then, unless a sequence was preempted, requests in line are let in while rows are
 //! left.
 
+use crate::cache::Growth;
 use crate::error::ConfigError;
-use crate::ids::{SequenceId, TableId, TokenId};
+use crate::ids::{SequenceId, TableId};
 use crate::schedule::admission::Lacking;
 use crate::schedule::blocks;
+use crate::schedule::budget::{Budget, Kind, Turn, prompt_limit, share_rows, wanted};
 use crate::schedule::request::{Schedule, SchedulerConfig, WaitReason};
 use crate::schedule::scheduler::{Index, Scheduler};
-use crate::schedule::sequence::{Place, Sequence, State};
+use crate::schedule::sequence::{Place, Sequence, State, Wants};
 use crate::schedule::step_builder::{begin_plan, finish_plan, push_rows};
-use crate::schedule::step_plan::{LogitRow, StepPlan, rows_work};
-
-/// What is left of a step.
-#[derive(Clone, Copy, Debug)]
-struct Budget {
-    rows: u32,
-    work: u64,
-}
-
-impl Budget {
-    /// What `rows` rows after `computed` tokens take.
-    fn of(computed: u32, rows: u32) -> Self {
-        let rows_wide = u64::from(rows);
-        Self { rows, work: rows_work(rows_wide, u64::from(computed) + rows_wide) }
-    }
-
-    fn plus(self, other: Self) -> Self {
-        Self { rows: self.rows.saturating_add(other.rows), work: self.work.saturating_add(other.work) }
-    }
-
-    fn minus(self, other: Self) -> Self {
-        Self { rows: self.rows.saturating_sub(other.rows), work: self.work.saturating_sub(other.work) }
-    }
-
-    fn covers(self, other: Self) -> bool {
-        other.rows <= self.rows && other.work <= self.work
-    }
-}
+use crate::schedule::step_plan::StepPlan;
 
 /// What became of one sequence.
 enum Planned {
@@ -58,8 +33,12 @@ impl Scheduler {
     /// # Complexity
     /// O(running sequences + rows + new blocks); a steady decode step allocates nothing on the heap.
     pub fn schedule(&mut self) -> Schedule {
-        self.rollback();
-        self.restart_broken();
+        if self.cache.has_step() {
+            self.rollback();
+        }
+        while let Some(table) = self.cache.take_broken_table() {
+            self.restart_broken(table);
+        }
         if self.cache.check_poison().is_err() {
             return Schedule::Waiting(WaitReason::Poisoned);
         }
@@ -67,14 +46,14 @@ impl Scheduler {
         begin_plan(&mut self.cache, &mut plan);
         let mut budget = Budget { rows: self.config.step_tokens, work: self.config.step_work_budget };
         let lacking = self.fill(&mut plan, &mut budget);
-        if plan.num_rows() > 0 {
+        if !plan.token_ids.is_empty() {
             finish_plan(&self.cache, &mut plan);
             return Schedule::Step(plan);
         }
         self.rollback();
         self.spare_plan = plan;
         match lacking {
-            _ if self.running.is_empty() && self.line.is_empty() => Schedule::Idle,
+            _ if self.sequences.are_idle() => Schedule::Idle,
             Some(lacking @ (Lacking::Blocks { .. } | Lacking::Transfers)) => {
                 Schedule::Waiting(self.wait_reason(lacking))
             }
@@ -102,26 +81,29 @@ impl Scheduler {
     /// The sequences of the outstanding plan, in the order of its rows: whose adapter or namespace they belong to. Samples
     /// that have not parted go by the first one that lives. Empty when no step is outstanding.
     pub fn planned_sequences(&self) -> impl Iterator<Item = SequenceId> {
-        self.planned.iter().map(|&index| self.get(index).id)
+        self.planned.iter().map(|&index| self.sequences[index].id())
     }
 
     /// Plans a step. Returns what the first in line lacks, if it was asked.
     fn fill(&mut self, plan: &mut StepPlan, budget: &mut Budget) -> Option<Lacking> {
-        let displaced = self.displace();
+        let first = self.sequences.first_in_line();
+        let preempted_for = first.filter(|&first| self.displace(first));
         let (start, mut lacking) = (self.stats.preemptions, None);
         loop {
             let before = self.stats.preemptions;
             self.plan_running(plan, budget);
-            if plan.num_rows() == 0 && self.stats.preemptions > before {
+            let has_preempted = self.stats.preemptions > before;
+            if plan.token_ids.is_empty() && has_preempted {
                 // Blocks that the last in order gave up are for those before it.
                 continue;
             }
-            if self.stats.preemptions == start || fault!(AdmittedAfterPreempting) {
-                lacking = self.admit(plan, budget, displaced);
+            // None comes into the line while none is preempted.
+            let may_admit = first.is_some() && self.stats.preemptions == start;
+            if may_admit || fault!(AdmittedAfterPreempting) {
+                lacking = self.admit(plan, budget, preempted_for);
             }
-            let nobody = self.running.is_empty() && self.line.is_empty();
-            let gives_up = fault!(NoLastResort);
-            if plan.num_rows() > 0 || nobody || gives_up || std::mem::replace(&mut self.last_resort, true) {
+            let ends = !plan.token_ids.is_empty() || self.sequences.are_idle() || fault!(NoLastResort);
+            if ends || std::mem::replace(&mut self.last_resort, true) {
                 self.last_resort = false;
                 return lacking;
             }
@@ -130,16 +112,16 @@ impl Scheduler {
 
     /// Undoes the outstanding plan: growth, copies and lengths. Preemptions and evictions stand.
     pub(super) fn rollback(&mut self) {
-        let swapped = !self.cache.step_swap_outs().is_empty() || !self.cache.step_swap_ins().is_empty();
+        let moves = self.cache.step_moves();
+        let swapped = !moves.swap_outs.is_empty() || !moves.swap_ins.is_empty();
         self.cache.rollback_step();
         let planned = std::mem::take(&mut self.planned);
         for &index in &planned {
-            let sequence = self.get_mut(index);
-            sequence.planned_rows = 0;
-            sequence.planned_logits = 0;
-            self.recount(index);
+            self.sequences.unplan(index, &self.cache);
         }
-        self.resolve_forks();
+        while let Some(index) = self.sequences.pop_pending_fork() {
+            self.resolve_fork(index);
+        }
         if swapped {
             self.undo_swaps();
         }
@@ -153,113 +135,96 @@ impl Scheduler {
     /// What a dropped step moved out is lost; what it brought back is in the host pool still, and its sequences are in
     /// line again.
     fn undo_swaps(&mut self) {
-        self.count_losses();
-        let out = |&index: &Index| blocks::returning(&self.cache, self.get(index)) > 0;
-        let back: Vec<Index> = self.running.iter().copied().filter(out).collect();
+        self.sequences.lose(&self.cache);
+        let out = |&index: &Index| blocks::returning(&self.cache, self.sequences[index].table()) > 0;
+        let back: Vec<Index> = self.sequences.running().iter().copied().filter(out).collect();
         for index in back {
-            self.events.take_back_admission(self.get(index).id);
+            self.events.take_back_admission(self.sequences[index].id());
             self.requeue(index);
         }
     }
 
-    /// Carries out what was asked of a sequence while its step was outstanding, its results apart.
+    /// Carries out what was asked of a sequence while its step was outstanding, except for its results.
     pub(super) fn settle(&mut self, index: Index) {
-        if self.records[index].is_none() {
+        if !self.sequences.get(index).is_some_and(Sequence::is_asked) {
             return;
         }
         let all_told = self.drop_aborted_samples(index);
-        if self.get(index).aborting {
+        if self.sequences[index].is_aborting() {
             if !all_told {
                 self.tell_ended(index);
             }
-            self.drop_record(index);
+            self.end(index);
         } else {
-            self.truncate_now(index);
+            self.make_cut(index);
         }
     }
 
     /// Plans rows for sequences that run.
     fn plan_running(&mut self, plan: &mut StepPlan, budget: &mut Budget) {
-        let mut order = std::mem::take(&mut self.order);
-        order.clear();
-        order.extend_from_slice(&self.running);
-        if let Some(first) = self.resume_at.take() {
-            let split = order.partition_point(|&index| self.get(index).place() < first);
-            order.rotate_left(split);
+        let mut turns = self.take_turns();
+        if turns.is_empty() {
+            self.turns = turns;
+            return;
         }
-        // One pass over the records, which are many: rows that decoding ones want, and who else is there.
-        let mut set_aside = Budget { rows: 0, work: 0 };
-        self.shares.clear();
-        for &index in &order {
-            match decode_wants(self.get(index)) {
-                Some(wanted) => set_aside = set_aside.plus(wanted),
-                None => self.shares.push((index, 0)),
-            }
-        }
+        let before = self.stats.preemptions;
+        let (mut set_aside, least) = wanted(&turns);
         // A prompt that is being read needs a row, too.
-        let prompt = self.shares.first().map(|share| self.get(share.0));
-        let least = prompt.map_or(Budget { rows: 0, work: 0 }, |prompt| Budget::of(prompt.computed, 1));
         let takes_turns = !budget.covers(set_aside.plus(least));
         if takes_turns {
-            set_aside = Budget { rows: 0, work: 0 };
+            set_aside = Budget::default();
         }
-        self.share_rows(budget.minus(set_aside).rows);
-        for &index in &order {
-            if self.get(index).state != State::Running {
+        let last_prompt = share_rows(&mut turns, budget.minus(set_aside).rows, || self.may_let_in());
+        for (place, turn) in turns.iter().enumerate() {
+            // One before it may have taken its blocks.
+            let has_preempted = self.stats.preemptions > before;
+            if has_preempted && self.sequences[turn.index].state() != State::Running {
                 continue;
             }
-            if let Some(wanted) = decode_wants(self.get(index)) {
-                set_aside = set_aside.minus(wanted);
+            if matches!(turn.kind, Kind::Decode) {
+                set_aside = set_aside.minus(turn.wanted());
             }
-            let limit = self.share_of(index, budget.minus(set_aside));
-            match self.plan_sequence(plan, index, limit) {
+            let mut limit = budget.minus(set_aside);
+            if let Kind::Prompt(share) = turn.kind {
+                let takes_all = last_prompt == Some(place) && !self.may_let_in();
+                limit = prompt_limit(limit, turn, share, takes_all);
+            }
+            match self.plan_sequence(plan, turn.index, turn.wants, limit) {
                 Planned::Rows(used) => *budget = budget.minus(used),
                 Planned::NoBudget => {
-                    self.get_mut(index).lacking = Some(Lacking::Budget);
+                    self.sequences.note_lacking(turn.index, Some(Lacking::Budget));
                     if takes_turns {
-                        self.resume_at.get_or_insert(self.get(index).place());
+                        self.resume_at.get_or_insert(self.sequences[turn.index].place());
                     }
                 }
-                Planned::NoRoom if self.yields(index) => self.evict(index, None),
-                Planned::NoRoom => {
-                    let needed = self.blocks_for_rows(index, 1);
-                    let available = self.available_to(index);
-                    self.get_mut(index).lacking = Some(Lacking::Blocks { needed, available });
-                }
+                Planned::NoRoom => self.wait_for_room(turn.index),
             }
         }
-        self.order = order;
+        self.turns = turns;
     }
 
-    /// Shares `rows` rows out among the prompts that are being read: each takes half of what is left, the last one all of
-    /// it, and what is left then goes to the first ones. So a short prompt is read at once while a long one is read on.
-    /// While somebody may be let in, whatever half is left is for them.
-    fn share_rows(&mut self, rows: u32) {
-        let mut shares = std::mem::take(&mut self.shares);
-        let newcomers = self.may_let_in();
-        let (mut left, last) = (rows, shares.len().saturating_sub(1));
-        for (place, share) in shares.iter_mut().enumerate() {
-            let half = if place == last && !newcomers { left } else { left.div_ceil(2) };
-            share.1 = half.min(self.get(share.0).uncomputed());
-            left -= share.1;
+    /// Those that run, in the order in which they have rows: the one that had none in the last step begins.
+    fn take_turns(&mut self) -> Vec<Turn> {
+        let mut turns = std::mem::take(&mut self.turns);
+        turns.clear();
+        // One pass over the records, which are many.
+        let running = self.sequences.running().iter();
+        turns.extend(running.map(|&index| Turn::new(index, self.sequences[index].wants())));
+        if let Some(first) = self.resume_at.take() {
+            let split = turns.partition_point(|turn| self.sequences[turn.index].place() < first);
+            turns.rotate_left(split);
         }
-        if !newcomers {
-            for share in &mut shares {
-                let more = left.min(self.get(share.0).uncomputed() - share.1);
-                share.1 += more;
-                left -= more;
-            }
-        }
-        self.shares = shares;
+        turns
     }
 
-    /// What a sequence may use of `limit`: a prompt its share of the rows and, unless it is the last one, half the work.
-    fn share_of(&self, index: Index, limit: Budget) -> Budget {
-        let Some(place) = self.shares.iter().position(|share| share.0 == index) else { return limit };
-        let is_last = place + 1 == self.shares.len() && !self.may_let_in();
-        let least = Budget::of(self.get(index).computed, 1).work;
-        let work = if is_last { limit.work } else { (limit.work / 2).max(least).min(limit.work) };
-        Budget { rows: limit.rows.min(self.shares[place].1), work }
+    /// A running sequence finds no room: it gives its own blocks up, if that is the policy, or waits in place.
+    fn wait_for_room(&mut self, index: Index) {
+        if self.yields(index) {
+            return self.evict(index, None);
+        }
+        let needed = self.blocks_for_rows(index, 1);
+        let available = self.available_to(index);
+        self.sequences.note_lacking(index, Some(Lacking::Blocks { needed, available }));
     }
 
     /// Whether the first in line has not been refused since anything was given up.
@@ -271,7 +236,7 @@ impl Scheduler {
     /// The first in line, and how much was given up so far: what could let it in.
     fn door(&self) -> Option<(Place, u64)> {
         let given_up = self.ledger.given_up() + self.cache.num_expirations();
-        self.line.first().map(|first| (self.get(first).place(), given_up))
+        self.sequences.first_in_line().map(|first| (self.sequences[first].place(), given_up))
     }
 
     /// Lets requests in while rows are left, or only the one that others were preempted for. Returns what the first one left
@@ -282,18 +247,21 @@ impl Scheduler {
         budget: &mut Budget,
         preempted_for: Option<Index>,
     ) -> Option<Lacking> {
-        while self.line.first().is_some() {
-            if plan.num_rows() > 0 && (budget.rows == 0 || budget.work == 0) {
+        while let Some(first) = self.sequences.first_in_line() {
+            if !plan.token_ids.is_empty() && (budget.rows == 0 || budget.work == 0) {
                 return None;
             }
-            let index = match self.admit_next(preempted_for) {
+            let admitted = self.admit_next(first, preempted_for);
+            self.matched.forget();
+            let index = match admitted {
                 Ok(index) => index,
                 Err(lacking) => {
                     self.closed_at = self.door();
                     return Some(lacking);
                 }
             };
-            if let Planned::Rows(used) = self.plan_sequence(plan, index, *budget) {
+            let wants = self.sequences[index].wants();
+            if let Planned::Rows(used) = self.plan_sequence(plan, index, wants, *budget) {
                 *budget = budget.minus(used);
             }
             if preempted_for.is_some() {
@@ -303,108 +271,86 @@ impl Scheduler {
         None
     }
 
-    /// Plans as many rows of a sequence as budget and blocks allow, making room for at least one.
-    fn plan_sequence(&mut self, plan: &mut StepPlan, index: Index, budget: Budget) -> Planned {
-        let Some(table) = self.get(index).table else { return Planned::NoRoom };
-        if self.cache.slides() {
-            self.slide(index, table);
+    /// Plans as many of the rows that a sequence wants as budget and blocks allow, making room for at least one.
+    fn plan_sequence(&mut self, plan: &mut StepPlan, index: Index, wants: Wants, budget: Budget) -> Planned {
+        let Some(table) = self.sequences[index].table() else { return Planned::NoRoom };
+        let mut rows = wants.known + wants.drafts;
+        if self.slides {
+            rows = self.slide(index, table, rows);
         }
-        let sequence = self.get(index);
-        let drafts = sequence.usable_drafts();
-        let computed = sequence.computed;
-        let most = (sequence.uncomputed() + drafts).min(budget.rows);
-        let mut rows = rows_within(computed, self.rows_promised(index, most), budget.work);
-        if rows == 0 {
-            if plan.num_rows() > 0 {
+        let mut used = budget.most(wants.computed, rows);
+        if used.rows == 0 {
+            if !plan.token_ids.is_empty() {
                 return Planned::NoBudget;
             }
             // Progress: a step has at least one row.
-            rows = 1;
+            used = Budget::of(wants.computed, 1);
         }
-        let reserved = self.reserved_by_others(index);
-        if self.missing_to(index, self.blocks_for_rows(index, rows)) > 0 {
-            rows = self.room_for(index, rows);
-            if rows == 0 {
-                return Planned::NoRoom;
-            }
+        let Some((growth, rows)) = self.make_growth(index, table, used.rows) else { return Planned::NoRoom };
+        if rows < used.rows {
+            used = Budget::of(wants.computed, rows);
         }
-        let sequence = self.records[index].as_ref().expect("an index in a queue has a record");
-        let known = rows.min(sequence.uncomputed());
-        let start = computed as usize;
-        let tokens = &sequence.tokens[start..start + known as usize];
-        let drafts: &[TokenId] = &sequence.drafts[..(rows - known) as usize];
-        let Ok(first_row) = push_rows(&mut self.cache, plan, table, tokens, drafts, reserved) else {
+        let sequence = &self.sequences[index];
+        let (tokens, drafts) = sequence.row_tokens(used.rows);
+        let Ok(first_row) = push_rows(&mut self.cache, plan, growth, tokens, drafts) else {
             debug_assert!(false, "blocks were counted before they were taken");
             return Planned::NoRoom;
         };
         if fault!(RegisteredWhenPlanned) {
-            let known = &sequence.tokens[..start + known as usize];
-            let mut hashes = Vec::new();
-            self.cache.extend_hashes(&sequence.namespace, known, &mut hashes);
-            self.cache.register(table, &sequence.namespace, known, &hashes, &[]);
+            self.register_planned(index, wants.computed + tokens.len() as u32);
         }
-        self.request_logits(plan, index, first_row, rows, known);
-        self.recount(index);
+        let sequence = &self.sequences[index];
+        let logits = sequence.request_logits(&mut plan.logit_rows, first_row, used.rows);
+        let has_all = !self.slides && used.rows >= wants.known;
+        self.sequences.plan(index, (used.rows, logits), has_all, &self.cache);
         self.planned.push(index);
-        Planned::Rows(Budget::of(computed, rows))
+        Planned::Rows(used)
     }
 
-    /// Gives back what a sequence's rows do not see any more.
-    fn slide(&mut self, index: Index, table: TableId) {
+    /// What as many of `rows` rows as possible take, once there is room for it, and how many these are. None where there is
+    /// room for none.
+    fn make_growth(&mut self, index: Index, table: TableId, rows: u32) -> Option<(Growth, u32)> {
+        let reserve = self.ledger.reserve(index, &self.sequences, &self.cache);
+        let free = self.cache.free_blocks();
+        let growth = self.cache.growth(table, rows, free.saturating_sub(reserve.for_others));
+        debug_assert!(growth.is_ok(), "a sequence that runs cannot grow: {growth:?}");
+        let needed = growth.as_ref().map_or(u32::MAX, |growth| growth.needed());
+        if needed == 0 || needed.saturating_add(reserve.untouchable) <= free {
+            return growth.ok().map(|growth| (growth, rows));
+        }
+        let rows = self.room_for(index, rows);
+        let free = self.cache.free_blocks();
+        let growth = self.cache.growth(table, rows, free.saturating_sub(reserve.for_others)).ok();
+        growth.filter(|_| rows > 0).map(|growth| (growth, rows))
+    }
+
+    /// Gives back what a sequence's rows do not see any more. Returns the most of `rows` rows for which its windows hold no
+    /// more than is promised to it, or reserved.
+    fn slide(&mut self, index: Index, table: TableId, rows: u32) -> u32 {
         self.cache.slide(table);
-        self.recount(index);
+        self.sequences.recount(index, &self.cache);
         // What it leaves pinned behind its window does not take what is promised, be it that kept sequences hold it, too.
-        while self.get(index).is_promised() && self.check_promise(None).is_err() {
+        while self.sequences[index].is_promised() && self.promises().check(None).is_err() {
             if self.cache.give_up_pins(self.cache.free_blocks() + 1) == 0 && !self.give_up_pinned_content() {
                 break;
             }
         }
-    }
-
-    /// The most of `rows` rows for which a sequence's windows hold no more than is promised to it, or reserved.
-    fn rows_promised(&self, index: Index, rows: u32) -> u32 {
-        let sequence = self.get(index);
-        match sequence.is_promised() || sequence.protected {
-            true if self.cache.slides() => rows.min(self.most_rows),
-            _ => rows,
-        }
-    }
-
-    fn request_logits(&mut self, plan: &mut StepPlan, index: Index, first_row: u32, rows: u32, known: u32) {
-        let sequence = self.records[index].as_mut().expect("an index in a queue has a record");
-        sequence.planned_rows = rows;
-        sequence.lacking = None;
-        let complete = known == sequence.uncomputed();
-        if !complete || !sequence.wants_token() {
-            sequence.planned_logits = 0;
-            return;
-        }
-        let mut logits = |sequence_id, num_rows: u32| {
-            plan.logit_rows.push(LogitRow {
-                sequence: sequence_id,
-                row: first_row + known - 1,
-                num_rows,
-                next_position: sequence.tokens.len() as u32,
-            });
-        };
-        if sequence.pending_samples.is_empty() {
-            logits(sequence.id, 1 + rows - known);
-        }
-        for &sample in &sequence.pending_samples {
-            logits(sequence.id.request().sample(sample), 1);
-        }
-        sequence.planned_logits = sequence.width();
+        let sequence = &self.sequences[index];
+        let is_bound = sequence.is_promised() || sequence.is_protected();
+        if is_bound { rows.min(self.cache.rows_at_most()) } else { rows }
     }
 
     /// Free blocks that `rows` more rows take.
     fn blocks_for_rows(&self, index: Index, rows: u32) -> u32 {
-        blocks::for_rows(&self.cache, self.get(index), rows, self.reserved_by_others(index))
+        let reserve = self.ledger.reserve(index, &self.sequences, &self.cache);
+        blocks::for_rows(&self.cache, self.sequences[index].table(), rows, reserve.for_others)
     }
 
     /// Makes room for as many of `rows` rows as possible. Idle content gives way to all of them, running sequences only
     /// to the first block's. Returns the rows that fit then.
     fn room_for(&mut self, index: Index, rows: u32) -> u32 {
-        let fit = blocks::rows_within(&self.cache, self.get(index), rows, self.available_to(index));
+        let table = self.sequences[index].table();
+        let fit = blocks::rows_within(&self.cache, table, rows, self.available_to(index));
         let mut wanted = rows;
         while wanted > fit {
             if self.make_room(index, self.blocks_for_rows(index, wanted), false) {
@@ -421,23 +367,4 @@ impl Scheduler {
             .find(|&rows| self.make_room(index, self.blocks_for_rows(index, rows), true))
             .unwrap_or(0)
     }
-}
-
-/// Rows and work of a decoding sequence's next step.
-fn decode_wants(sequence: &Sequence) -> Option<Budget> {
-    sequence.is_decoding().then(|| Budget::of(sequence.computed, 1 + sequence.usable_drafts()))
-}
-
-/// The most rows, up to `rows`, after a context of `computed` tokens whose work stays within `work`.
-fn rows_within(computed: u32, rows: u32, work: u64) -> u32 {
-    let fits = |rows: u32| rows_work(u64::from(rows), u64::from(computed) + u64::from(rows)) <= work;
-    if fits(rows) {
-        return rows;
-    }
-    let (mut low, mut high) = (0, rows);
-    while high - low > 1 {
-        let middle = low + (high - low) / 2;
-        if fits(middle) { low = middle } else { high = middle }
-    }
-    low
 }

@@ -9,11 +9,12 @@ use crate::schedule::blocks;
 use crate::schedule::request::{Preemption, PreemptionReason, PrefixReport, Rates, StepEvent};
 use crate::schedule::residency::Cost;
 use crate::schedule::scheduler::{Index, Scheduler};
-use crate::schedule::sequence::State;
+use crate::schedule::sequence::{Sequence, State};
 use crate::schedule::step_plan::TransferReport;
 
 impl Scheduler {
-    /// How fast the machine is, for [`PreemptionMode::Auto`]. Rates that are not positive count as not known.
+    /// How fast the machine is, for [`PreemptionMode::Auto`](crate::PreemptionMode::Auto). Rates that are not positive count
+    /// as not known.
     pub fn set_rates(&mut self, rates: Rates) {
         self.residency.set_rates(rates);
     }
@@ -26,54 +27,35 @@ impl Scheduler {
             self.cache.complete_transfers(report.step, report.complete);
         }
         if reports.iter().any(|report| !report.complete) {
-            self.count_losses();
+            self.sequences.lose(&self.cache);
         }
         if !reports.is_empty() {
             self.ledger.note_given_up();
         }
     }
 
-    /// Sequences whose blocks in the host pool are lost have as much computed as their table still holds.
-    pub(super) fn count_losses(&mut self) {
-        for sequence in self.records.iter_mut().flatten() {
-            if let Some(table) = sequence.table.filter(|_| sequence.planned_rows == 0) {
-                let len = self.cache.len(table).unwrap_or(0);
-                sequence.computed = sequence.computed.min(len);
-                sequence.confirmed = sequence.confirmed.min(len);
-            }
+    /// A sequence whose blocks did not come back although its step was committed is computed again.
+    pub(super) fn restart_broken(&mut self, table: TableId) {
+        let has_it = |&(_, sequence): &(Index, &Sequence)| sequence.table() == Some(table);
+        let Some((index, _)) = self.sequences.all().find(has_it) else { return };
+        self.restart(index);
+        if self.sequences[index].state() == State::Running {
+            self.requeue(index);
         }
     }
 
-    /// Sequences whose blocks did not come back although their step was committed are computed again.
-    pub(super) fn restart_broken(&mut self) {
-        while let Some(table) = self.cache.take_broken_table() {
-            let Some(index) = self.record_of(table) else { continue };
-            self.release_table(index);
-            if self.get(index).state == State::Running {
-                self.requeue(index);
-            }
-        }
-    }
-
-    fn record_of(&self, table: TableId) -> Option<Index> {
-        self.records
-            .iter()
-            .position(|record| record.as_ref().is_some_and(|record| record.table == Some(table)))
-    }
-
-    /// Takes a sequence's blocks as part of the outstanding step, those apart that `requester` holds, too; a running one
+    /// Takes a sequence's blocks as part of the outstanding step, except those that `requester` holds, too; a running one
     /// goes back into the queue.
     pub(super) fn evict(&mut self, index: Index, requester: Option<Index>) {
-        let running = self.get(index).state == State::Running;
-        let spared = requester.and_then(|requester| self.get(requester).table);
+        let running = self.sequences[index].state() == State::Running;
+        let spared = requester.and_then(|requester| self.sequences[requester].table());
         let (how, why) = self.give_up_blocks(index, spared);
         if !running {
             self.stats.reclaimed += 1;
             return;
         }
-        let sequence = self.get_mut(index);
-        sequence.preemptions += 1;
-        let sequence = sequence.id;
+        self.sequences.note_preemption(index);
+        let sequence = self.sequences[index].id();
         self.stats.preemptions += 1;
         self.events.push(StepEvent::Preempted { sequence, how, why });
         self.requeue(index);
@@ -81,24 +63,26 @@ impl Scheduler {
 
     fn give_up_blocks(&mut self, index: Index, spared: Option<TableId>) -> (Preemption, PreemptionReason) {
         let (swap, why) = self.prefers_swap(index, spared);
-        if let Some(table) = self.get(index).table.filter(|_| swap) {
+        if let Some(table) = self.sequences[index].table().filter(|_| swap) {
             if let Ok(blocks) = self.cache.swap_out(table, spared) {
                 self.ledger.note_given_up();
                 self.stats.swaps_out += 1;
                 return (Preemption::Swapped { blocks }, why);
             }
         }
-        let tokens = self.get(index).computed;
-        self.release_table(index);
+        let tokens = self.sequences[index].computed();
+        self.restart(index);
         (Preemption::Dropped { tokens }, why)
     }
 
     /// Moves what a victim held together with other victims to where its other blocks are.
     pub(super) fn evict_rest(&mut self, index: Index, requester: Index) {
-        let spared = self.get(requester).table;
-        match self.get(index).table.filter(|&table| self.cache.host_blocks_of(table).unwrap_or(0) > 0) {
+        let spared = self.sequences[requester].table();
+        let sequence = &self.sequences[index];
+        let table = sequence.table();
+        match table.filter(|_| blocks::returning(&self.cache, table) > 0) {
             Some(table) if self.cache.swap_out(table, spared).is_ok() => {}
-            _ => self.release_table(index),
+            _ => self.restart(index),
         }
     }
 
@@ -113,7 +97,7 @@ impl Scheduler {
             return (false, why);
         }
         let needed = cost.blocks;
-        if self.get(index).state == State::Running {
+        if self.sequences[index].state() == State::Running {
             self.make_host_room(needed, index);
         }
         let available = self.cache.free_host_blocks();
@@ -125,95 +109,84 @@ impl Scheduler {
 
     /// What a victim costs, moved or computed again.
     fn cost_of(&self, index: Index, spared: Option<TableId>) -> Cost {
-        let (config, sequence) = (self.cache.config(), self.get(index));
-        let blocks = sequence.table.map_or(0, |table| self.cache.swappable_blocks(table, spared));
-        let shared = || blocks::tokens_staying(&self.cache, sequence, blocks);
+        let (config, sequence) = (self.cache.config(), &self.sequences[index]);
+        let blocks = sequence.table().map_or(0, |table| self.cache.swappable_blocks(table, spared));
+        let shared = || blocks::tokens_staying(&self.cache, sequence.table(), blocks);
         Cost {
             blocks,
             block_bytes: config.bytes_per_block(),
-            computed: sequence.computed,
+            computed: sequence.computed(),
             findable: self.cache.has_prefix_cache().then(shared),
             steps_in_transfer: self.cache.num_transfers(),
         }
     }
 
-    /// Gives up a sequence's blocks in the host pool if, as the machine and the prefix cache are now, its tokens are
+    /// Gives up a sequence's `blocks` blocks in the host pool if, as the machine and the prefix cache are now, its tokens are
     /// better computed again.
-    pub(super) fn reconsider_return(&mut self, index: Index) {
-        let blocks = blocks::returning(&self.cache, self.get(index));
+    pub(super) fn reconsider_return(&mut self, index: Index, blocks: u32) {
         if blocks == 0 || !self.residency.reconsiders() {
             return;
         }
-        let Some(sequence) = self.records[index].as_mut() else { return };
-        self.cache.extend_hashes(&sequence.namespace, &sequence.tokens, &mut sequence.hashes);
-        let found = &mut self.matched.found;
-        self.cache.find_match(&sequence.namespace, &sequence.tokens, &sequence.hashes, found);
-        let tokens = sequence.computed.saturating_sub(found.num_tokens);
+        let found = self.num_found(index);
+        let computed = self.sequences[index].computed();
+        let tokens = computed.saturating_sub(found);
         let block_bytes = self.cache.config().bytes_per_block();
         if self.residency.prefers_return(blocks, block_bytes, tokens) {
-            let computed = self.get(index).computed;
             self.residency.note_found_again(computed - tokens, computed);
         } else {
-            self.release_table(index);
+            self.restart(index);
         }
     }
 
     /// Idle sequences give up their blocks in the host pool, least recently finished first, if that makes room.
     fn make_host_room(&mut self, needed: u32, victim: Index) {
-        let idle = |scheduler: &Self| {
-            let on_host = |&&other: &&Index| {
-                other != victim && blocks::returning(&scheduler.cache, scheduler.get(other)) > 0
-            };
-            scheduler.kept.values().filter(on_host).copied().collect::<Vec<Index>>()
-        };
-        let candidates = idle(self);
-        let most: u32 = candidates.iter().map(|&other| blocks::returning(&self.cache, self.get(other))).sum();
-        if self.cache.free_host_blocks() >= needed || self.cache.free_host_blocks() + most < needed {
+        let on_host = |other: Index| blocks::returning(&self.cache, self.sequences[other].table());
+        let idle = self.sequences.kept().filter(|&other| other != victim && on_host(other) > 0);
+        let candidates: Vec<Index> = idle.collect();
+        let most: u32 = candidates.iter().map(|&other| on_host(other)).sum();
+        let free = self.cache.free_host_blocks();
+        if free >= needed || free + most < needed {
             return;
         }
         for other in candidates {
             if self.cache.free_host_blocks() >= needed {
                 return;
             }
-            self.release_table(other);
+            self.restart(other);
         }
     }
 
-    /// Preempts sequences of lower classes for the first in line, if it cannot be let in otherwise and that lets it in.
-    /// Returns for whom: then this step lets in nobody else (I9).
-    pub(super) fn displace(&mut self) -> Option<Index> {
-        let first = self.line.first()?;
-        self.displace_for_first(first).then_some(first)
-    }
-
-    fn displace_for_first(&mut self, first: Index) -> bool {
-        let (priority, place) = (self.get(first).priority, self.get(first).place());
+    /// Preempts sequences of lower classes for `first`, the first in line, if it cannot be let in otherwise and that lets it in.
+    /// Returns whether it did: then this step lets in no other (I9).
+    pub(super) fn displace(&mut self, first: Index) -> bool {
+        if !self.is_overcommitted() || !self.sequences.runs_below(first) {
+            return false;
+        }
+        let sequence = &self.sequences[first];
+        let (priority, place) = (sequence.priority(), sequence.place());
+        if sequence.table().is_some_and(|table| !self.cache.can_return(table)) {
+            return false;
+        }
         let is_lower = |scheduler: &Self, other: Index| {
-            let other = scheduler.get(other);
-            other.priority > priority && other.place() > place && !other.protected
+            let other = &scheduler.sequences[other];
+            other.priority() > priority && other.place() > place && !other.is_protected()
         };
-        if !self.is_overcommitted() || !self.running.iter().any(|&other| is_lower(self, other)) {
-            return false;
-        }
-        let table = self.get(first).table;
-        if table.is_some_and(|table| !self.cache.can_return(table)) {
-            return false;
-        }
         let excess = |scheduler: &Self| {
-            (scheduler.sums.running + scheduler.get(first).width()).saturating_sub(scheduler.max_running())
+            scheduler.sequences.num_running_with(first).saturating_sub(scheduler.max_running)
         };
-        let lower = self.running.iter().copied().filter(|&other| is_lower(self, other));
-        if lower.map(|other| self.get(other).width()).sum::<u32>() < excess(self) {
+        let lower = self.sequences.running().iter().copied().filter(|&other| is_lower(self, other));
+        let most: u32 = lower.map(|other| self.sequences[other].width()).sum();
+        if most == 0 || most < excess(self) {
             return false;
         }
         self.match_prefix(first);
         let needed = self.blocks_to_enter(first);
         let fits = self.missing_to(first, needed) == 0 || self.can_reclaim(first, needed);
         let lets_in = self.computes_prompt_of(first).is_none() && (fits || self.displace_for(first, needed));
-        self.matched.index = None;
+        self.matched.forget();
         let mut displaced = lets_in && !fits;
         while lets_in && excess(self) > 0 {
-            let last = self.running.iter().rev().copied().find(|&other| is_lower(self, other));
+            let last = self.sequences.running().iter().rev().copied().find(|&other| is_lower(self, other));
             let Some(last) = last else { break };
             self.evict(last, Some(first));
             displaced = true;
@@ -223,7 +196,7 @@ impl Scheduler {
 
     /// Which of a sequence's tokens the prefix cache had when it was last let in, and why not the others.
     pub fn prefix_report(&self, sequence: impl Into<SequenceId>) -> Option<PrefixReport> {
-        let index = *self.by_id.get(&sequence.into())?;
-        Some(self.get(index).prefix)
+        let index = self.sequences.find(sequence.into())?;
+        Some(self.sequences[index].prefix)
     }
 }

@@ -63,7 +63,7 @@ impl Request {
         self
     }
 
-    /// Keeps the sequence when it has finished, to be extended or forked. Its blocks stay while nobody needs them.
+    /// Keeps the sequence when it has finished, to be extended or forked. Its blocks stay while they are not needed.
     pub fn keep(mut self, keep: bool) -> Self {
         self.keep = keep;
         self
@@ -92,7 +92,7 @@ impl Request {
         self
     }
 
-    /// How the prefix cache keeps the blocks that lie within `tokens` (positions in the sequence) once nobody holds
+    /// How the prefix cache keeps the blocks that lie within `tokens` (positions in the sequence) once no table holds
     /// them. With `ttl_steps` they are found for that many steps after the last one in which a sequence held them, with 0
     /// not even in the next one, and whatever continues them no longer; with `None` for ever. Of ranges that overlap, the
     /// best counts.
@@ -107,10 +107,10 @@ impl Request {
 /// Who goes first.
 ///
 /// A request stands in line as if it had arrived [`ageing_steps`](SchedulerConfig::ageing_steps) later for each class
-/// below the first. So nobody waits for ever: only what arrives within that time goes before it.
+/// below the first. So no request waits for ever: only what arrives within that time goes before it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Priority {
-    /// Somebody is watching.
+    /// A person is watching.
     Interactive,
     /// The default.
     #[default]
@@ -145,7 +145,7 @@ pub enum VictimPolicy {
     /// its blocks.
     #[default]
     LowestPriority,
-    /// Whoever has the fewest tokens to lose, in its own class or a lower one.
+    /// The sequence with the fewest tokens to lose, in its own class or a lower one.
     LeastLost,
 }
 
@@ -509,4 +509,23 @@ pub struct SchedulerStats {
     pub tail_waste_tokens_peak: u64,
     /// The pool.
     pub cache: CacheStats,
+}
+
+impl SchedulerStats {
+    /// A sequence is let in, `again` in its current turn or for the first time: what the prefix cache had of it.
+    pub(super) fn count_found(&mut self, found: PrefixReport, again: bool) {
+        if again {
+            // What a sequence has computed itself, and finds when it comes back, is no hit.
+            self.prefix_refound_tokens += u64::from(found.cached_tokens);
+            return;
+        }
+        self.prefix_hit_tokens += u64::from(found.cached_tokens);
+        self.prefix_wanted_tokens += u64::from(found.wanted_tokens);
+        match found.miss {
+            MissReason::Unseen => self.prefix_misses.unseen += 1,
+            MissReason::Evicted => self.prefix_misses.evicted += 1,
+            MissReason::Expired => self.prefix_misses.expired += 1,
+            MissReason::None | MissReason::Disabled => {}
+        }
+    }
 }

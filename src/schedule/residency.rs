@@ -5,7 +5,7 @@
 
 use crate::schedule::request::{PreemptionMode, PreemptionReason, Rates};
 
-/// Steps whose transfers may be under way at a time. More means that nobody collects them, and the device part keeps
+/// Steps whose transfers may be under way at a time. More means that they are not collected, and the device part keeps
 /// staging memory for each.
 pub(super) const MAX_STEPS_IN_TRANSFER: usize = 4;
 

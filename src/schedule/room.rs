@@ -1,13 +1,14 @@
 //! Room (I9): makes room for a sequence, by taking blocks and tables from those that `victims` chooses.
 //!
-//! A sequence for which no room can be made waits in place: whoever comes before it goes on, and frees blocks in the end.
+//! A sequence for which no room can be made waits in place: those before it go on, and free blocks in the end.
 //! Pinned content goes only where a step would have no row at all.
 
-use crate::cache::PrefixMatch;
+use crate::cache::{KvCache, PrefixMatch};
 use crate::ids::BlockId;
 use crate::schedule::blocks;
 use crate::schedule::request::VictimPolicy;
 use crate::schedule::scheduler::{Index, Scheduler};
+use crate::schedule::sequence::Sequences;
 use crate::schedule::victims::{Candidate, Holding, Reach, Requester, Resort, Victims, View, choose_tables};
 
 impl Scheduler {
@@ -25,7 +26,7 @@ impl Scheduler {
         if !self.last_resort {
             return false;
         }
-        let missing = missing.saturating_sub(self.cache.stats().pinned_blocks);
+        let missing = missing.saturating_sub(self.cache.num_pinned());
         match self.victims_for(index, missing, reach, Resort::Last) {
             Some(victims) => self.take_from(&victims, index, needed, Resort::Last),
             None => false,
@@ -46,10 +47,11 @@ impl Scheduler {
     }
 
     fn take_from(&mut self, victims: &[Index], index: Index, needed: u32, resort: Resort) -> bool {
-        let shared_tails =
-            |scheduler: &Self| blocks::shared_tails(&scheduler.cache, scheduler.get(index)).count() as u32;
+        let shared_tails = |scheduler: &Self| {
+            blocks::shared_tails(&scheduler.cache, scheduler.sequences[index].table()).count() as u32
+        };
         let shared = shared_tails(self);
-        // When nobody else holds its last block any more, it is not copied.
+        // When no other holds its last block any more, it is not copied.
         let missing = |scheduler: &Self| {
             let saved = shared.saturating_sub(shared_tails(scheduler));
             scheduler.missing_to(index, needed - saved.min(needed))
@@ -65,7 +67,7 @@ impl Scheduler {
         }
         for &victim in victims {
             if missing(self) > 0 {
-                self.release_table(victim);
+                self.restart(victim);
             }
         }
         while resort == Resort::Last && missing(self) > 0 {
@@ -80,7 +82,8 @@ impl Scheduler {
 
     /// Gives up one block of pinned content. Returns whether there was any.
     pub(super) fn give_up_pinned_content(&mut self) -> bool {
-        if let Some(&kept) = self.kept.values().find(|&&kept| self.get(kept).table.is_some()) {
+        let with_table = self.sequences.kept().find(|&kept| self.sequences[kept].table().is_some());
+        if let Some(kept) = with_table {
             self.evict(kept, None);
             return true;
         }
@@ -89,93 +92,115 @@ impl Scheduler {
 
     /// Sequences that free `missing` blocks for `index` together.
     fn victims_for(&self, index: Index, missing: u32, reach: Reach, resort: Resort) -> Option<Vec<Index>> {
-        let sequence = self.get(index);
-        let found = self.found_for(index);
+        let sequence = &self.sequences[index];
+        let found = self.matched.found_for(index);
         let requester = Requester {
             index,
             place: sequence.place(),
-            priority: sequence.priority,
-            tails: blocks::shared_tails(&self.cache, sequence)
+            priority: sequence.priority(),
+            tails: blocks::shared_tails(&self.cache, sequence.table())
                 .filter(|&block| !self.cache.is_copy_source(block))
                 .collect(),
             found: found.map_or(Vec::new(), PrefixMatch::sorted_blocks),
         };
         let policy = self.is_overcommitted().then_some(self.config.victims);
-        Victims { requester, policy, reach, resort }.choose(self, missing)
+        Victims { requester, policy, reach, resort }.choose(&self.holders(), missing)
     }
 
     /// Whether a sequence for which no room can be made gives up its own blocks: by policy, while others run that may
     /// need them, and if that frees any. Where windows move on, several may hold what another one has left behind, so that
     /// none of them frees anything alone: then each gives way when nobody goes on otherwise.
     pub(super) fn yields(&self, index: Index) -> bool {
-        let sequence = self.get(index);
+        let sequence = &self.sequences[index];
         self.config.victims == VictimPolicy::Requester
             && self.is_overcommitted()
-            && !sequence.protected
-            && self.running.len() > 1
-            && sequence.table.is_some_and(|table| {
+            && !sequence.is_protected()
+            && self.sequences.running().len() > 1
+            && sequence.table().is_some_and(|table| {
                 // Blocks return, or the copy of a shared one is saved.
                 self.cache.swappable_blocks(table, None) > 0
                     || self.cache.shared_tail_blocks(table).next().is_some()
-                    || (self.last_resort && self.cache.slides())
+                    || (self.last_resort && self.slides)
             })
     }
 
-    /// Takes idle sequences' tables, `parent`'s apart, until all that `index` and its samples need can be opened. All or
+    /// Takes idle sequences' tables, except `parent`'s, until all that `index` and its samples need can be opened. All or
     /// nothing; returns whether they can.
     pub(super) fn ensure_tables(&mut self, index: Index, parent: Option<Index>) -> bool {
-        let missing = self.tables_missing_to(index);
+        let missing = self.sequences.tables_wanted(index).saturating_sub(self.cache.free_tables());
         if missing == 0 {
             return true;
         }
-        let Some(victims) = choose_tables(self, index, parent, missing) else { return false };
+        let Some(victims) = choose_tables(&self.holders(), index, parent, missing) else { return false };
         for victim in victims {
-            self.release_table(victim);
+            self.restart(victim);
             self.stats.reclaimed += 1;
         }
         true
     }
 
-    /// Tables that must become free before `index` and its samples can open theirs, beside those set aside: for samples
-    /// that have not parted, and for branches that share when the outstanding step has ended.
-    fn tables_missing_to(&self, index: Index) -> u32 {
-        let others = self.sums.tables - self.get(index).counted.map_or(0, |counted| counted.tables);
-        let sequence = self.get(index);
-        let own = u32::from(sequence.table.is_some());
-        (sequence.width() + others).saturating_sub(self.cache.free_tables() + own)
+    /// Blocks that protected sequences may still need and no other may take.
+    pub(super) fn reserved_blocks(&self) -> u32 {
+        self.ledger.reserved(&self.sequences, &self.cache)
+    }
+
+    /// Free blocks that `index` may take.
+    pub(super) fn available_to(&self, index: Index) -> u32 {
+        let reserve = self.ledger.reserve(index, &self.sequences, &self.cache);
+        self.cache.free_blocks().saturating_sub(reserve.untouchable)
+    }
+
+    /// Blocks that must become free before `index` may take `needed`.
+    pub(super) fn missing_to(&self, index: Index, needed: u32) -> u32 {
+        if needed == 0 {
+            return 0;
+        }
+        let reserve = self.ledger.reserve(index, &self.sequences, &self.cache);
+        needed.saturating_add(reserve.untouchable).saturating_sub(self.cache.free_blocks())
+    }
+
+    /// Who holds what, for a choice of victims.
+    fn holders(&self) -> Holders<'_> {
+        Holders { sequences: &self.sequences, cache: &self.cache }
     }
 }
 
-impl Scheduler {
+/// Sequences, and the blocks that they hold.
+struct Holders<'a> {
+    sequences: &'a Sequences,
+    cache: &'a KvCache,
+}
+
+impl Holders<'_> {
     fn candidate(&self, index: Index) -> Option<Candidate> {
-        let sequence = self.get(index);
-        sequence.table.map(|_| Candidate {
+        let sequence = &self.sequences[index];
+        sequence.table().map(|_| Candidate {
             index,
             place: sequence.place(),
-            priority: sequence.priority,
+            priority: sequence.priority(),
             tables: sequence.width(),
-            num_blocks: blocks::held(&self.cache, sequence),
+            num_blocks: blocks::held(self.cache, sequence.table()),
             is_promised: sequence.is_promised(),
-            is_spared: sequence.planned_rows > 0 || sequence.protected,
+            is_spared: sequence.is_planned() || sequence.is_protected(),
         })
     }
 }
 
-impl View for Scheduler {
+impl View for Holders<'_> {
     fn kept(&self) -> impl Iterator<Item = Candidate> {
-        self.kept.values().filter_map(|&index| self.candidate(index))
+        self.sequences.kept().filter_map(|index| self.candidate(index))
     }
 
     fn waiting(&self) -> impl Iterator<Item = Candidate> {
-        self.line.claimants().rev().filter_map(|index| self.candidate(index))
+        self.sequences.line().claimants().rev().filter_map(|index| self.candidate(index))
     }
 
     fn running(&self) -> impl Iterator<Item = Candidate> {
-        self.running.iter().rev().filter_map(|&index| self.candidate(index))
+        self.sequences.running().iter().rev().filter_map(|&index| self.candidate(index))
     }
 
     fn blocks(&self, index: Index) -> impl Iterator<Item = BlockId> {
-        blocks::of(&self.cache, self.get(index))
+        blocks::of(self.cache, self.sequences[index].table())
     }
 
     fn holding(&self, block: BlockId) -> Holding {
@@ -187,6 +212,6 @@ impl View for Scheduler {
     }
 
     fn lost(&self, index: Index) -> u32 {
-        self.get(index).table.map_or(0, |table| self.cache.swappable_blocks(table, None))
+        self.sequences[index].table().map_or(0, |table| self.cache.swappable_blocks(table, None))
     }
 }

@@ -37,16 +37,15 @@ impl Scheduler {
     /// # Complexity
     /// O(log sequences).
     pub fn status(&self, sequence: impl Into<SequenceId>) -> Option<SequenceStatus<'_>> {
-        let index = *self.by_id.get(&sequence.into())?;
-        let sequence = self.get(index);
+        let sequence = &self.sequences[self.sequences.find(sequence.into())?];
         Some(SequenceStatus {
-            state: sequence.state,
+            state: sequence.state(),
             tokens: sequence.tokens_left().len() as u32,
-            computed_tokens: sequence.computed,
-            blocks: sequence.table.and_then(|table| self.cache.block_ids(table).ok()).unwrap_or_default(),
-            host_blocks: blocks::returning(&self.cache, sequence),
+            computed_tokens: sequence.computed(),
+            blocks: sequence.table().and_then(|table| self.cache.block_ids(table).ok()).unwrap_or_default(),
+            host_blocks: blocks::returning(&self.cache, sequence.table()),
             preemptions: sequence.preemptions,
-            waits_for: match (sequence.lacking, sequence.state) {
+            waits_for: match (sequence.lacking, sequence.state()) {
                 (Some(lacking), _) => Some(self.wait_reason(lacking)),
                 (None, State::Waiting) => Some(WaitReason::Line),
                 (None, _) => None,
@@ -59,7 +58,7 @@ impl Scheduler {
             Lacking::Blocks { needed, available } => WaitReason::Blocks { needed, available },
             Lacking::Table => WaitReason::Tables,
             Lacking::Transfers => WaitReason::Transfers { steps: self.cache.num_transfers() },
-            Lacking::Prompt(other) => WaitReason::EqualPrompt { sequence: self.get(other).id },
+            Lacking::Prompt(other) => WaitReason::EqualPrompt { sequence: self.sequences[other].id() },
             Lacking::Budget => WaitReason::Budget,
         }
     }

@@ -2,7 +2,7 @@
 //!
 //! The scheduler and applications with a scheduler of their own build their steps here; nobody else writes a plan.
 
-use crate::cache::KvCache;
+use crate::cache::{Growth, KvCache};
 use crate::error::{CacheError, CommitError};
 use crate::ids::{PADDING_SLOT, SequenceId, TableId, TokenId};
 use crate::schedule::step_plan::{LogitRow, StackPlan, StepPlan, TableChange};
@@ -21,46 +21,48 @@ pub struct StepBuilder<'a> {
 pub(super) fn begin_plan(cache: &mut KvCache, plan: &mut StepPlan) {
     plan.clear();
     plan.step = cache.begin_step();
-    plan.cache_instance = cache.instance();
-    plan.fingerprint = cache.config().fingerprint();
-    plan.forgotten_devices = cache.forgotten_devices();
-    plan.last_committed = cache.last_committed();
+    let origin = cache.origin();
+    plan.cache_instance = origin.instance;
+    plan.fingerprint = origin.fingerprint;
+    plan.forgotten_devices = origin.forgotten_devices;
+    plan.last_committed = origin.last_committed;
     plan.query_starts.push(0);
-    plan.stacks.resize_with(cache.num_stacks() as usize, StackPlan::default);
+    plan.stacks.resize_with(origin.num_stacks as usize, StackPlan::default);
 }
 
-/// Appends `tokens`, then `drafts`, to `table` and plans one row for each. Returns the first row. All or nothing.
+/// Appends `tokens`, then `drafts`, to the table that `growth` is for and plans one row for each. Returns the first row. All
+/// or nothing.
 pub(super) fn push_rows(
     cache: &mut KvCache,
     plan: &mut StepPlan,
-    table: TableId,
+    growth: Growth,
     tokens: &[TokenId],
     drafts: &[TokenId],
-    reserved: u32,
 ) -> Result<u32, CacheError> {
-    let start = cache.len(table)?;
-    let num_tokens = u32::try_from(tokens.len() + drafts.len()).unwrap_or(u32::MAX);
-    cache.slide(table);
-    let growth = cache.growth(table, num_tokens, cache.free_blocks().saturating_sub(reserved))?;
-    cache.grow(table, growth)?;
+    cache.grow(growth)?;
+    let (table, start, end) = (growth.table, growth.start, growth.start + growth.num_tokens);
+    debug_assert_eq!(growth.num_tokens as usize, tokens.len() + drafts.len());
     let first_row = plan.num_rows();
-    let end = start + num_tokens;
     plan.token_ids.extend_from_slice(tokens);
-    plan.token_ids.extend_from_slice(drafts);
+    if !drafts.is_empty() {
+        plan.token_ids.extend_from_slice(drafts);
+    }
     plan.positions.extend(start..end);
-    plan.query_starts.push(first_row + num_tokens);
+    plan.query_starts.push(first_row + growth.num_tokens);
     plan.context_lens.push(end);
     plan.table_rows.push(table.row());
     for run in cache.runs(table) {
         let stack = &mut plan.stacks[run.stack as usize];
-        let (shift, mask) = (run.block_size.trailing_zeros(), run.block_size - 1);
-        let positions = run.first_token.max(start)..run.end_token.min(end);
-        stack.slot_mapping.extend(positions.map(|position| {
-            let slot = position & mask;
+        let slot_of = |position: u32| {
+            let slot = position & (run.block_size - 1);
             let slot = if fault!(SlotShared) { slot & !1 } else { slot };
-            let block = run.blocks[((position >> shift) - run.first_entry) as usize];
-            (block.index() << shift) + slot
-        }));
+            let block = run.blocks[((position >> run.block_shift) - run.first_entry) as usize];
+            (block.index() << run.block_shift) + slot
+        };
+        match run.first_token.max(start)..run.end_token.min(end) {
+            one if one.len() == 1 => stack.slot_mapping.push(slot_of(one.start)),
+            positions => stack.slot_mapping.extend(positions.map(slot_of)),
+        }
         let unchanged = run.dirty_from - run.first_entry;
         let changed = &run.blocks[unchanged as usize..];
         let stack = if fault!(OtherStacksTable) { &mut plan.stacks[0] } else { stack };
@@ -79,9 +81,10 @@ pub(super) fn push_rows(
 
 /// Hands over the copies and swaps that the step has asked for.
 pub(super) fn finish_plan(cache: &KvCache, plan: &mut StepPlan) {
-    plan.swap_outs.extend_from_slice(cache.step_swap_outs());
-    plan.swap_ins.extend_from_slice(cache.step_swap_ins());
-    plan.block_copies.extend_from_slice(cache.step_copies());
+    let moves = cache.step_moves();
+    plan.swap_outs.extend_from_slice(moves.swap_outs);
+    plan.swap_ins.extend_from_slice(moves.swap_ins);
+    plan.block_copies.extend_from_slice(moves.copies);
 }
 
 impl<'a> StepBuilder<'a> {
@@ -127,7 +130,13 @@ impl<'a> StepBuilder<'a> {
             return Err(CacheError::NoTokens { table });
         }
         self.check_outstanding()?;
-        let first_row = push_rows(self.cache, &mut self.plan, table, tokens, &[], 0)?;
+        let num_tokens = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
+        if self.cache.slides() {
+            self.cache.len(table)?;
+            self.cache.slide(table);
+        }
+        let growth = self.cache.growth(table, num_tokens, self.cache.free_blocks())?;
+        let first_row = push_rows(self.cache, &mut self.plan, growth, tokens, &[])?;
         Ok(first_row..self.plan.num_rows())
     }
 

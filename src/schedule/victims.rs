@@ -28,7 +28,7 @@ pub(super) enum Reach {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Resort {
     Usual,
-    /// Pinned content goes, and whatever sequences in line hold, even those before the requester: nobody goes on otherwise.
+    /// Pinned content goes, and whatever sequences in line hold, even those before the requester: no sequence goes on otherwise.
     Last,
 }
 
@@ -94,7 +94,7 @@ pub(super) struct Requester {
 #[derive(Clone, Debug)]
 pub(super) struct Victims {
     pub(super) requester: Requester,
-    /// None where nobody who runs is ever preempted.
+    /// None where no running sequence is ever preempted.
     pub(super) policy: Option<VictimPolicy>,
     pub(super) reach: Reach,
     pub(super) resort: Resort,
@@ -206,7 +206,7 @@ impl<V: View> Freed<'_, V> {
         }
     }
 
-    /// Blocks of a victim that nobody would hold any more, and that anybody may take.
+    /// Blocks of a victim that would have no holder any more, and that any sequence may take.
     fn freed_by(&self, victim: &Candidate) -> u32 {
         let Victims { requester: Requester { tails, found, .. }, resort, .. } = self.victims;
         let is_freed = |&block: &BlockId| {

@@ -1,8 +1,8 @@
 //! Sizes against numbers worked out by hand, and every way in which a configuration is refused.
 
 use paged_kv::{
-    Admission, CacheConfig, ConfigError, Error, KvFormat, KvPart, KvType, MAX_ARENA_BYTES, ModelShape,
-    Request, Schedule, Scheduler, SchedulerConfig,
+    Admission, ArenaLayout, CacheConfig, ConfigError, Error, KvFormat, KvPart, KvType, MAX_ARENA_BYTES,
+    ModelShape, Request, Schedule, Scheduler, SchedulerConfig,
 };
 
 const MIB: u64 = 1 << 20;
@@ -180,6 +180,33 @@ fn arenas_are_as_few_as_possible_and_evenly_filled() {
     );
     assert!(CacheConfig::for_blocks(63, &wide(), KvType::F16).unwrap().arenas(4 * MIB - 1).is_ok());
     assert_eq!(MAX_ARENA_BYTES, 2_147_483_644);
+}
+
+#[test]
+fn sizes_in_words_units_and_bytes_are_those_worked_out_by_hand() {
+    let shape = ModelShape::new(5, 4, 2, 24);
+    let format = KvFormat::new(KvType::F16, KvType::F32).with_v_head_dim(8);
+    let config = CacheConfig::for_blocks(3, &shape, format).unwrap().with_block_size(2).unwrap();
+    let block = config.layout();
+    // A key row has 48 bytes, a value row 32; two heads of two tokens have 320.
+    assert_eq!((block.k_row_words(), block.v_row_words(), block.layer_token_bytes()), (12, 8, 160));
+    assert_eq!(
+        (block.layer_block_words(), block.layer_block_units(), block.layer_block_bytes()),
+        (80, 20, 320)
+    );
+    assert_eq!((block.block_bytes(), block.v_sum_units()), (1600, 2));
+    let arenas = ArenaLayout::new(*block, 3, 2).unwrap();
+    let sizes = [0, 2].map(|arena| {
+        [
+            arenas.block_stride_words(arena),
+            arenas.block_stride_units(arena),
+            arenas.block_stride_bytes(arena),
+            arenas.arena_words(arena),
+            arenas.arena_bytes(arena),
+        ]
+    });
+    assert_eq!(sizes, [[160, 40, 640, 480, 1920], [80, 20, 320, 240, 960]]);
+    assert_eq!([0, 1, 2, 3, 4].map(|layer| arenas.layer_start_units(layer)), [0, 20, 0, 20, 0]);
 }
 
 #[test]

@@ -100,7 +100,7 @@ impl<'a> DeviceRig<'a> {
 
     /// The words of one block, where there is one arena.
     pub(crate) fn block_words(&self, block: u32) -> Vec<u32> {
-        let bytes = 4 * self.attention.arena_layout().block_stride_words(0);
+        let bytes = self.attention.arena_layout().block_stride_bytes(0);
         read_range(self.gpu, &self.attention.arena_buffers()[0], u64::from(block) * bytes, bytes)
     }
 

@@ -129,6 +129,83 @@ fn b54_a_chunk_whose_encoder_was_dropped_is_computed_again_and_never_counted() {
     });
 }
 
+/// Layers in passes of two encoders, the second pass begun when the first one is gone, or both at once.
+fn record_in_two(app: &mut App<'_>, step: &mut PreparedStep, at_once: bool) -> [CommandEncoder; 2] {
+    let mut encoders = [(); 2].map(|()| app.gpu.device.create_command_encoder(&Default::default()));
+    app.attention.record_transfers(&mut encoders[0], step);
+    let mut passes = Vec::new();
+    for (layer, encoder) in (0..).zip(&mut encoders) {
+        if !at_once {
+            passes.clear();
+        }
+        let mut pass = encoder.begin_compute_pass(&Default::default());
+        if layer == 0 {
+            app.attention.record_block_copies(&mut pass, step);
+        }
+        app.attention.record_layer(&mut pass, step, layer, &app.tensors).expect("the right order");
+        passes.push(pass);
+    }
+    drop(passes);
+    encoders
+}
+
+#[test]
+fn each_encoder_that_has_a_part_of_a_step_holds_it() {
+    assert_eq!(SHAPE.num_layers(), 2, "a layer for each encoder");
+    let gpu = noop_device(Limits::default(), Features::empty(), 8..=8);
+    let mut app = App::new(&gpu);
+    let poll = || gpu.device.poll(wgpu::PollType::wait_indefinitely()).expect("a working device");
+    app.add(&[7; 4]);
+    app.step().expect("a step that runs");
+    for at_once in [false, true] {
+        for lost in [None, Some(0), Some(1)] {
+            let plan = app.schedule().expect("the next token");
+            let mut step = app.attention.prepare(&plan).expect("a valid plan");
+            let metadata = step.metadata().clone();
+            let [first, second] = record_in_two(&mut app, &mut step, at_once);
+            drop(step);
+            app.commit(plan);
+            let (kept, other) = if lost == Some(0) { (first, second) } else { (second, first) };
+            gpu.queue.submit([other.finish()]);
+            poll();
+
+            let plan = app.schedule().expect("the next token");
+            let step = app.attention.prepare(&plan).expect("the last step may yet run");
+            assert_ne!(step.metadata(), &metadata, "{at_once}, {lost:?}: a step's metadata was given away");
+            drop((plan, step));
+            match lost {
+                Some(_) => drop(kept),
+                None => _ = gpu.queue.submit([kept.finish()]),
+            }
+            poll();
+            let next = app.step();
+            assert_eq!(
+                matches!(next, Err(PrepareError::StepNotExecuted { .. })),
+                lost.is_some(),
+                "{at_once}, {lost:?}: {next:?}"
+            );
+            if lost.is_some() {
+                app.scheduler.forget_device();
+                app.step().expect("a step that runs");
+            }
+        }
+    }
+}
+
+/// wgpu numbers its passes, so they are told apart: where it does not any more, there is a callback in every layer.
+#[test]
+fn wgpu_is_asked_once_in_each_pass_to_say_that_a_step_has_run() {
+    let gpu = noop_device(Limits::default(), Features::empty(), 8..=8);
+    let mut app = App::new(&gpu);
+    app.add(&[7; 4]);
+    let plan = app.schedule().expect("a prompt");
+    let mut step = app.attention.prepare(&plan).expect("a valid plan");
+    let encoder = app.record(&mut step, SHAPE.num_layers());
+    let told = format!("{encoder:?}");
+    // One for the upload, one for the pass.
+    assert!(told.contains("on_submitted_work_done_callbacks.len(): 2"), "{told}");
+}
+
 /// What they read then is an earlier step's: here one of more rows than the tensors have.
 #[test]
 fn layers_that_run_without_their_upload_write_nothing_that_the_tensors_have_no_rows_for() {

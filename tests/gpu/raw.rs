@@ -226,7 +226,7 @@ impl Raw<'_> {
 
     fn layer_params(&self) -> LayerParams {
         LayerParams {
-            block_stride: (self.block.layer_block_words() / 4) as u32,
+            block_stride: self.block.layer_block_units() as u32,
             layer_start: 0,
             block_shift: self.block.block_size().trailing_zeros(),
             table_entries: self.table_entries,
@@ -260,7 +260,7 @@ impl Raw<'_> {
             Kernel::Append => step.slot_mapping.len() as u32,
             Kernel::BlockCopy => {
                 // Units of 16 bytes; a workgroup copies 1024.
-                let units = (block.layer_block_words() / 4) as u32;
+                let units = block.layer_block_units() as u32;
                 step.block_copies.len() as u32 * units.div_ceil(1024)
             }
             Kernel::AttentionDecode => {

@@ -127,7 +127,7 @@ impl DeviceRig<'_> {
 fn check_random_rounds(adapter: &TestAdapter, format: KvFormat, block_size: u32, options: AttentionOptions) {
     let host = rig(format, block_size);
     // Arenas of two layers and one.
-    let layer_bytes = 4 * host.cpu.layout().block().layer_block_words() * 12;
+    let layer_bytes = host.cpu.layout().block().layer_block_bytes() * 12;
     let limits = Limits { max_storage_buffer_binding_size: 2 * layer_bytes + 16, ..Limits::default() };
     let gpu = adapter.request_device(limits, Features::empty()).expect("lower limits");
     let mut rig = DeviceRig::new(&gpu, host, options);

@@ -41,7 +41,7 @@ impl App {
             |ui| {
                 panel::controls(ui, &palette, &mut self.settings);
                 let stats = self.service.scheduler().stats();
-                let cache = *self.service.scheduler().cache().config();
+                let cache = self.service.scheduler().cache().config();
                 let (bytes_per_token, block_bytes) = (cache.bytes_per_token(), cache.bytes_per_block());
                 let counters = Counters {
                     stats: &stats,
@@ -134,7 +134,7 @@ impl App {
     fn pool(&mut self, ui: &mut Ui, palette: &Palette, snapshot: &Snapshot, cards: &[Rect]) {
         let now = self.now(ui.ctx());
         let marks: Vec<_> = self.service.marks.visible(now).collect();
-        let cache = *self.service.scheduler().cache().config();
+        let cache = self.service.scheduler().cache().config();
         let view = PoolView {
             palette,
             snapshot,

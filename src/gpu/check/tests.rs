@@ -1,4 +1,4 @@
-//! Plans that nobody can build, each with one number wrong: what the shaders, which check nothing, must never see.
+//! Plans that cannot be built, each with one number wrong: what the shaders, which check nothing, must never see.
 
 use super::PlanChecker;
 use crate::config::CacheConfig;

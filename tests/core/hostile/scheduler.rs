@@ -284,6 +284,11 @@ fn read_plan(world: &mut World) {
     let sequences = plan.num_sequences() as usize;
     assert_eq!([plan.context_lens().len(), plan.table_rows().len()], [sequences; 2]);
     assert!(plan.query_starts().len() == sequences + 1 || rows == 0);
+    for stack in plan.stacks() {
+        assert_eq!(stack.slot_mapping().len(), rows);
+        let entries: u32 = stack.table_changes().iter().map(|change| change.len).sum();
+        assert_eq!(stack.changed_entries().len(), entries as usize);
+    }
     let entries: u32 = plan.table_changes().iter().map(|change| change.len).sum();
     assert_eq!(plan.changed_entries().len(), entries as usize);
     assert!(plan.logit_rows().iter().all(|row| row.row + row.num_rows <= rows as u32));
@@ -342,6 +347,10 @@ pub(super) const CALLS: &[(&str, Call)] = &[
     ("StepPlan::num_sequences", read_plan),
     ("StepPlan::token_ids", read_plan),
     ("StepPlan::positions", read_plan),
+    ("StepPlan::stacks", read_plan),
+    ("StackPlan::slot_mapping", read_plan),
+    ("StackPlan::table_changes", read_plan),
+    ("StackPlan::changed_entries", read_plan),
     ("StepPlan::slot_mapping", read_plan),
     ("StepPlan::query_starts", read_plan),
     ("StepPlan::context_lens", read_plan),

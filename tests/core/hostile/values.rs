@@ -2,8 +2,8 @@
 
 use crate::hostile::{Call, World};
 use paged_kv::{
-    ArenaLayout, BlockId, BlockLayout, CacheConfig, ConfigError, KvFormat, KvPart, KvType, ModelShape,
-    RequestId, SequenceId, StepId,
+    ArenaLayout, BlockId, BlockLayout, CacheConfig, ConfigError, KvFormat, KvPart, KvType, LayerGroup,
+    MAX_PADDING_PERCENT, ModelShape, Reach, RequestId, SequenceId, StepId,
 };
 
 pub(super) struct Values {
@@ -25,7 +25,35 @@ impl World {
         }
     }
 
+    fn reach(&mut self) -> Reach {
+        match self.random.below(0..4) {
+            0 => Reach::All,
+            1 => Reach::Window { tokens: self.number(), first: 0 },
+            2 => Reach::Window { tokens: self.number(), first: self.number() },
+            _ => Reach::Chunk { tokens: self.number() },
+        }
+    }
+
+    fn group(&mut self, layers: Vec<u32>) -> LayerGroup {
+        let (heads, head_dim) = (1 << self.random.below(0..4), 64 << self.random.below(0..3));
+        let group = LayerGroup::new(layers, 2 * heads, heads, head_dim).with_reach(self.reach());
+        if self.random.chance(20) { group.with_v_head_dim(self.number()) } else { group }
+    }
+
     fn shape(&mut self) -> (ModelShape, KvFormat) {
+        if self.random.chance(15) {
+            let (num_layers, num_groups) = (self.random.below(0..40), self.random.below(0..5));
+            // Now and then a layer is missing, or in two groups.
+            let spoiled = self.random.chance(20);
+            let groups: Vec<LayerGroup> = (0..num_groups)
+                .map(|group| {
+                    let layers = (0..num_layers).filter(|layer| layer % num_groups == group);
+                    let layers: Vec<u32> = layers.chain(spoiled.then_some(7)).collect();
+                    self.group(layers)
+                })
+                .collect();
+            return (ModelShape::of_groups(groups), KvType::F16.into());
+        }
         if self.random.chance(60) {
             let num_kv_heads = 1 << self.random.below(0..16);
             let num_query_heads = num_kv_heads * 2;
@@ -92,7 +120,11 @@ fn ask_config(world: &mut World) {
     let config = &world.values.config;
     assert!(config.num_blocks() > 0 && config.block_size().is_power_of_two() && config.max_sequences() > 0);
     assert!(config.bytes_total() >= config.table_bytes());
-    assert!(config.bytes_per_block() >= config.bytes_per_token());
+    let layouts = config.groups().iter().map(|group| group.layout());
+    let most_bytes = layouts.map(BlockLayout::block_bytes).max().unwrap();
+    assert!(config.groups().len() > 1 || config.bytes_per_block() >= config.bytes_per_token());
+    assert_eq!(config.bytes_per_block(), most_bytes, "the fullest stack fills a block");
+    assert!((0.0..=f64::from(MAX_PADDING_PERCENT) / 100.0).contains(&config.padding_share()));
     let slots = u64::from(config.num_blocks()) * u64::from(config.block_size());
     assert!(slots < u64::from(u32::MAX));
     assert_eq!(config.table_entries(), config.layout().blocks_for(config.max_sequence_tokens()));
@@ -125,7 +157,9 @@ fn ask_layout(world: &mut World) {
     let config = &world.values.config;
     let heads = u64::from(layout.num_layers()) * u64::from(layout.num_kv_heads());
     let bits = layout.k_head_dim() * layout.k_type().bits() + layout.v_head_dim() * layout.v_type().bits();
-    assert_eq!(config.bytes_per_token(), heads * u64::from(bits / 8));
+    let per_token = heads * u64::from(bits / 8);
+    assert!(config.bytes_per_token() >= per_token);
+    assert!(config.groups().len() > 1 || config.bytes_per_token() == per_token);
     assert_eq!(config.block_size(), layout.block_size());
 }
 
@@ -183,6 +217,42 @@ fn shape(world: &mut World) {
     shape.heads_per_kv_head();
 }
 
+/// What is read of a shape is what it was made of.
+fn groups(world: &mut World) {
+    let group = world.group(vec![2, 0, 1]);
+    let shape = ModelShape::of_groups([group.clone(), world.group(vec![3])]);
+    assert_eq!((shape.num_layers(), shape.groups().len()), (4, 2));
+    let read = shape.groups().next().unwrap();
+    assert_eq!(read.layers().collect::<Vec<_>>(), [2, 0, 1]);
+    assert_eq!(read.num_layers(), 3);
+    assert_eq!(read.num_query_heads(), 2 * read.num_kv_heads());
+    assert_eq!((read.head_dim(), read.v_head_dim()), (group.head_dim(), group.v_head_dim()));
+    assert_eq!(read.reach(), group.reach());
+}
+
+/// Groups of a configuration that was taken: their stacks follow one another.
+fn group_layouts(world: &mut World) {
+    let groups = world.values.config.groups();
+    let mut stacks: Vec<u32> = Vec::new();
+    for group in groups {
+        assert!(group.num_stacks() * group.layout().num_layers() >= group.num_layers());
+        stacks.extend(group.first_stack()..group.first_stack() + group.num_stacks());
+        assert!(group.reach() == Reach::All || group.num_layers() > 0);
+    }
+    stacks.sort_unstable();
+    assert!((0..).zip(&stacks).all(|(index, &stack)| index == stack), "{stacks:?}");
+}
+
+fn reach(world: &mut World) {
+    let (reach, position, block_size) = (world.reach(), world.number(), 1 << world.random.below(0..13));
+    let [first, rest] = reach.visible(position);
+    assert!(first.end <= rest.start && rest.contains(&position) || position == u32::MAX);
+    let kept = reach.kept(position, block_size);
+    assert!(kept[0].end <= kept[1].start && kept[1].end == position.div_ceil(block_size));
+    let most = reach.most_blocks(position, world.number(), block_size);
+    assert!(most <= position.div_ceil(block_size) && reach.is_all() == (reach == Reach::All));
+}
+
 fn kv_type(world: &mut World) {
     let kv_type = world.random.pick(&[KvType::F32, KvType::F16]);
     assert_eq!(kv_type.bits() * kv_type.elements_per_vec4(), 128);
@@ -217,6 +287,29 @@ pub(super) const CALLS: &[(&str, Call)] = &[
     ("CacheConfig::with_max_sequences", with_max_sequences),
     ("CacheConfig::with_max_sequence_tokens", with_max_sequence_tokens),
     ("CacheConfig::with_host_blocks", with_host_blocks),
+    ("Reach::visible", reach),
+    ("Reach::kept", reach),
+    ("Reach::most_blocks", reach),
+    ("Reach::is_all", reach),
+    ("LayerGroup::new", groups),
+    ("LayerGroup::with_reach", groups),
+    ("LayerGroup::with_v_head_dim", groups),
+    ("LayerGroup::num_layers", groups),
+    ("LayerGroup::layers", groups),
+    ("LayerGroup::num_query_heads", groups),
+    ("LayerGroup::num_kv_heads", groups),
+    ("LayerGroup::head_dim", groups),
+    ("LayerGroup::v_head_dim", groups),
+    ("LayerGroup::reach", groups),
+    ("ModelShape::of_groups", groups),
+    ("ModelShape::groups", groups),
+    ("GroupLayout::reach", group_layouts),
+    ("GroupLayout::num_layers", group_layouts),
+    ("GroupLayout::first_stack", group_layouts),
+    ("GroupLayout::num_stacks", group_layouts),
+    ("GroupLayout::layout", group_layouts),
+    ("CacheConfig::groups", group_layouts),
+    ("CacheConfig::padding_share", ask_config),
     ("CacheConfig::layout", ask_config),
     ("CacheConfig::num_blocks", ask_config),
     ("CacheConfig::block_size", ask_config),
@@ -245,6 +338,10 @@ pub(super) const CALLS: &[(&str, Call)] = &[
     ("BlockLayout::v_row_words", |world| words(world, |layout| layout.v_row_words().into())),
     ("BlockLayout::k_head_words", |world| words(world, |layout| layout.k_head_words().into())),
     ("BlockLayout::v_head_words", |world| words(world, |layout| layout.v_head_words().into())),
+    ("BlockLayout::v_sum_units", |world| words(world, |layout| layout.v_sum_units().into())),
+    ("BlockLayout::layer_block_units", |world| words(world, BlockLayout::layer_block_units)),
+    ("BlockLayout::layer_block_bytes", |world| words(world, BlockLayout::layer_block_bytes)),
+    ("BlockLayout::layer_token_bytes", |world| words(world, BlockLayout::layer_token_bytes)),
     ("BlockLayout::layer_block_words", |world| words(world, BlockLayout::layer_block_words)),
     ("BlockLayout::block_bytes", |world| words(world, BlockLayout::block_bytes)),
     ("ArenaLayout::new", new_arenas),
@@ -255,6 +352,10 @@ pub(super) const CALLS: &[(&str, Call)] = &[
     ("ArenaLayout::arena_of", |world| arena(world, |layout, layer| layout.arena_of(layer).0.into())),
     ("ArenaLayout::layers_in", |world| arena(world, |layout, arena| layout.layers_in(arena).into())),
     ("ArenaLayout::block_stride_words", |world| arena(world, ArenaLayout::block_stride_words)),
+    ("ArenaLayout::block_stride_units", |world| arena(world, ArenaLayout::block_stride_units)),
+    ("ArenaLayout::block_stride_bytes", |world| arena(world, ArenaLayout::block_stride_bytes)),
+    ("ArenaLayout::layer_start_units", |world| arena(world, ArenaLayout::layer_start_units)),
+    ("ArenaLayout::arena_words", |world| arena(world, ArenaLayout::arena_words)),
     ("ArenaLayout::arena_bytes", |world| arena(world, ArenaLayout::arena_bytes)),
     ("ArenaLayout::row_word", row_word),
     ("ModelShape::new", new_shape),
