@@ -92,6 +92,7 @@ mod active {
         HitLacksWindow 15 "A hit is taken although a window lacks a block of it."
         BehindWindowShared 15 "Tables are cut, and shared, to where a window has left something behind."
         WindowKeepsAll 15 "What a window has left behind is not given back."
+        ReturnTakesSlots 15 "A window that comes back takes its slots of the host pool from all that hold them."
     }
 
     impl Fault {

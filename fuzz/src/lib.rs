@@ -9,8 +9,10 @@
 #[allow(dead_code)]
 mod block_states;
 #[path = "../../tests/core/support/cache_model.rs"]
+#[allow(dead_code)]
 mod cache_model;
 #[path = "../../tests/core/support/histories.rs"]
+#[allow(dead_code)]
 mod histories;
 #[path = "../../tests/core/support/model.rs"]
 #[allow(dead_code)]

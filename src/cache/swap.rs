@@ -245,7 +245,8 @@ impl KvCache {
     fn fetch(&mut self, lane: usize, rows: &[usize], slot: HostSlot, block: BlockId) {
         let step = self.last_step;
         if let Some(host) = &mut self.host {
-            host.fetch(step, slot, rows.len() as u32);
+            let holders = if fault!(ReturnTakesSlots) { host.ref_count(slot) } else { rows.len() as u32 };
+            host.fetch(step, slot, holders);
         }
         self.pool.pin(block);
         for &row in rows {

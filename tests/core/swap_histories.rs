@@ -1,10 +1,13 @@
 //! Random steps over an application's own tables, which share blocks, leave for the host pool and return; steps are
-//! committed or dropped, transfers end late, in any order, or fail. Every table must read its own tokens.
+//! committed or dropped, transfers end late, in any order, or fail. Every table must read its own tokens, whatever its layers
+//! see.
 
+use crate::naive_blocks::num_blocks;
 use crate::rig::Random;
-use crate::simulated_device::{SimulatedDevice, history};
+use crate::simulated_device::{Device, Known, SimulatedDevice, history, stacks_of};
 use paged_kv::{
-    CacheConfig, CacheError, KvCache, KvType, ModelShape, Namespace, StepBuilder, StepId, TableId,
+    CacheConfig, CacheError, KvCache, KvType, LayerGroup, ModelShape, Namespace, Reach, StepBuilder, StepId,
+    StepPlan, TableId,
 };
 use std::collections::HashSet;
 
@@ -80,7 +83,10 @@ fn change(cache: &mut KvCache, tables: &mut Vec<Table>, random: &mut Random, in_
     match done {
         Ok(child) => tables.extend(child),
         Err(error) => {
-            let usual = matches!(error, CacheError::InStep { .. } | CacheError::NoFreeTable { .. });
+            let usual = matches!(
+                error,
+                CacheError::InStep { .. } | CacheError::NoFreeTable { .. } | CacheError::BehindWindow { .. }
+            );
             assert!(usual, "{error}");
         }
     }
@@ -115,11 +121,13 @@ fn work(step: &mut StepBuilder<'_>, tables: &mut [Table], random: &mut Random) {
 }
 
 impl World {
-    fn new() -> Self {
-        let shape = ModelShape::new(1, 2, 1, 8);
-        let config = CacheConfig::for_blocks(14, &shape, KvType::F32).unwrap();
+    fn new(shape: &ModelShape) -> Self {
+        let config = CacheConfig::for_blocks(14, shape, KvType::F32).unwrap().with_block_size(4).unwrap();
+        let stacks = stacks_of(&config).len() as u32;
+        let config = CacheConfig::for_blocks(14 * stacks, shape, KvType::F32).unwrap();
         let config = config.with_block_size(4).unwrap().with_max_sequences(7).unwrap();
-        let config = config.with_max_sequence_tokens(MAX_TOKENS).unwrap().with_host_blocks(9).unwrap();
+        let config =
+            config.with_max_sequence_tokens(MAX_TOKENS).unwrap().with_host_blocks(9 * stacks).unwrap();
         let device = SimulatedDevice::new(&config);
         let mut cache = KvCache::new(config);
         cache.enable_prefix_cache(None).unwrap();
@@ -144,7 +152,7 @@ impl World {
         let (outs, ins) = (plan.swap_outs().len(), plan.swap_ins().len());
         let drops = below(random, 3) == 0;
         let runs = !drops || below(random, 2) == 0;
-        let seen = if runs { self.device.run(&plan) } else { Vec::new() };
+        let seen = if runs { self.run(&plan) } else { Vec::new() };
         if ins > 0 {
             self.returns.insert(plan.step());
         }
@@ -168,6 +176,17 @@ impl World {
             }
         }
         self.settle(drops && outs > 0);
+        self.device.spoil_free(&self.cache);
+    }
+
+    /// Runs a plan, in which the clock has the first row.
+    fn run(&mut self, plan: &StepPlan) -> Vec<u64> {
+        let before = |row: &u32| {
+            let table = self.tables.iter().find(|table| table.id.row() == *row && table.pushed.is_some());
+            table.map_or(Vec::new(), |table| table.tokens[..table.pushed.unwrap().0].to_vec())
+        };
+        let known = plan.table_rows().iter().map(|row| Known { salt: 0, before: before(row) });
+        self.device.run_known(plan, &known.collect::<Vec<_>>())
     }
 
     /// Tables are as long as they should be, or, where blocks were `lost`, at most.
@@ -208,8 +227,12 @@ impl World {
             let back = step.swap_in(table.id).and_then(|()| step.push(table.id, &[7]));
             if back.is_ok() {
                 let plan = step.finish();
-                let seen = self.device.run(&plan);
+                let seen = self.device.run_known(&plan, &[Known { salt: 0, before: table.tokens.clone() }]);
                 self.cache.commit_step(plan).unwrap();
+                let len = table.tokens.len() as u32;
+                let held = num_blocks(self.cache.config(), len, len + 1);
+                assert_eq!(self.cache.stats().num_tables as usize, self.tables.len() + 2);
+                assert!(self.cache.stats().held_blocks >= held, "{held} blocks of {:?}", table.id);
                 assert_eq!(seen, [history(&[&table.tokens[..], &[7]].concat())], "{:?}", table.id);
                 reached.read += 1;
             } else {
@@ -230,24 +253,51 @@ impl World {
     }
 }
 
-#[test]
-fn every_history_of_swaps_keeps_each_table_its_own_tokens() {
-    let mut reached = Reached::default();
-    for seed in 0..HISTORIES {
-        let (mut random, mut world) = (Random(seed), World::new());
-        for _ in 0..STEPS {
-            match below(&mut random, 6) {
-                0 => change(&mut world.cache, &mut world.tables, &mut random, false),
-                1 | 2 => world.report(&mut random, &mut reached),
-                _ => world.step(&mut random, &mut reached),
-            }
-            world.settle(false);
-            reached.shared += u32::from(world.shares_on_host());
+fn history_of(shape: &ModelShape, seed: u64, reached: &mut Reached) {
+    let (mut random, mut world) = (Random(seed), World::new(shape));
+    for _ in 0..STEPS {
+        match below(&mut random, 6) {
+            0 => change(&mut world.cache, &mut world.tables, &mut random, false),
+            1 | 2 => world.report(&mut random, reached),
+            _ => world.step(&mut random, reached),
         }
-        world.finish(&mut random, &mut reached);
+        world.settle(false);
+        reached.shared += u32::from(world.shares_on_host());
     }
+    world.finish(&mut random, reached);
+}
+
+fn histories(shape: &ModelShape) {
+    let mut reached = Reached::default();
+    (0..HISTORIES).for_each(|seed| history_of(shape, seed, &mut reached));
     println!("{reached:?}");
     let Reached { shared, outs, ins, dropped_outs, dropped_ins, failed, read } = reached;
     let counts = [shared as usize, outs, ins, dropped_outs, dropped_ins, failed as usize, read as usize];
     assert!(counts.into_iter().all(|count| count >= 100), "the histories are too tame: {reached:?}");
+}
+
+#[test]
+fn every_history_of_swaps_keeps_each_table_its_own_tokens() {
+    histories(&ModelShape::new(1, 2, 1, 8));
+}
+
+/// Two layers of the same rows.
+fn two_layers(first: Reach, second: Reach) -> ModelShape {
+    let group = |layer: u32, reach| LayerGroup::new([layer], 2, 1, 8).with_reach(reach);
+    ModelShape::of_groups([group(0, first), group(1, second)])
+}
+
+/// One history of tables with a window.
+#[cfg(feature = "faults")]
+pub(crate) fn window_history(seed: u64) {
+    let window = Reach::Window { tokens: 6, first: 0 };
+    history_of(&two_layers(Reach::All, window), seed, &mut Reached::default());
+}
+
+#[test]
+fn every_history_of_swaps_with_windows_keeps_each_table_its_own_tokens() {
+    let window = |tokens, first| Reach::Window { tokens, first };
+    histories(&two_layers(Reach::All, window(6, 0)));
+    histories(&two_layers(window(3, 5), Reach::All));
+    histories(&two_layers(window(9, 0), Reach::Chunk { tokens: 6 }));
 }
