@@ -189,7 +189,7 @@ fn a_steady_decode_step_costs_no_more_than_so_many_multiplications() {
             if round >= 3 && ratio < most {
                 break;
             }
-            let mut scheduler = steady(config.clone(), waiting);
+            let mut scheduler = steady(config, waiting);
             let unit = fastest(|| assert_ne!(black_box(yardstick()), 0));
             let step = fastest(|| assert_eq!(step(&mut scheduler, &mut results), SEQUENCES));
             ratio = ratio.min(1000 * step / unit.max(1));
