@@ -15,6 +15,11 @@ fn visible_keys(span: Span, query: u32) -> u32 {
     return span.end_token;
 }
 
+// The position of a query's row.
+fn position_of(span: Span, query: u32) -> u32 {
+    return span.position;
+}
+
 // Index of a query's partial result.
 fn partial_of(span: Span, query: u32) -> u32 {
     return span.partial;
@@ -48,6 +53,7 @@ fn decode(workgroup: vec3<u32>, invocation: Invocation) {
     span.first_query = first_head;
     span.num_queries = num_queries;
     span.partial = partial;
+    span.position = metadata[plan.context_lens + sequence] - 1u;
 
     let start = row * tensors.query_stride + (kv_head * layer.heads_per_kv_head + first_head) * (K_HEAD_DIM / 4u);
     var queries: Queries;

@@ -48,5 +48,5 @@ fn attention_merge(
         total = fma(partials[first + i * stride + column], vec4<f32>(factor), total);
     }
     let place = row * tensors.output_stride + head * HEAD_VECS + column;
-    output[place] = unit_of(select(total / sum, vec4<f32>(0.0), sum == 0.0));
+    output[place] = unit_of(normalised(total, head, maximum, sum));
 }

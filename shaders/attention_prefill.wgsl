@@ -2,7 +2,7 @@
 //
 // Work item: (sequence, kv head, tile of queries, span of keys); one workgroup each, 64 invocations. The queries of a
 // sequence and kv head are numbered row by row, and within a row head by head; a tile is QUERIES of them, across rows as
-// it comes. Rows are causal, aligned to the end of the context: row `i` of `n` sees the first `context - n + i + 1` keys.
+// it comes. Rows are aligned to the end of the context: row `i` of `n` sees keys up to its position, `context - n + i`.
 // A tile's only span writes the final result of its queries, others partial ones, a row's `num_spans` of them in a row.
 //
 // Twin: `reference::attention_prefill`. Algorithm and source: `common/attention_core.wgsl`. The entry point is in
@@ -14,6 +14,11 @@ const CAUSAL = true;
 // End of the keys that a query sees.
 fn visible_keys(span: Span, query: u32) -> u32 {
     return span.first_visible + row_in_tile(span, min(query, span.num_queries - 1u));
+}
+
+// The position of a query's row.
+fn position_of(span: Span, query: u32) -> u32 {
+    return visible_keys(span, query) - 1u;
 }
 
 // Index of a query's partial result.

@@ -261,14 +261,12 @@ impl CacheConfig {
         self.stacks.list()
     }
 
-    /// Fails where there is more than one group of layers, or one that does not see everything.
-    pub(crate) fn check_plain(&self) -> Result<(), ConfigError> {
-        if self.stacks.are_plain() {
-            return Ok(());
+    /// Fails where there is more than one group of layers.
+    pub(crate) fn check_single_group(&self) -> Result<(), ConfigError> {
+        match self.stacks.groups.len() {
+            1 => Ok(()),
+            groups => Err(ConfigError::LayerGroups { groups: groups as u32 }),
         }
-        let groups = &self.stacks.groups;
-        let windowed = groups.iter().any(|group| !group.reach().is_all());
-        Err(ConfigError::LayerGroups { groups: groups.len() as u32, windowed })
     }
 
     /// The most tokens that the pool holds of one sequence, with one row in a step.
@@ -362,11 +360,11 @@ impl CacheConfig {
     /// Splits the layers into arenas of at most `max_arena_bytes` (and at most 2 GiB - 4).
     ///
     /// # Errors
-    /// [`ConfigError::LayerGroups`] for more than one group of layers, or one that does not see everything.
+    /// [`ConfigError::LayerGroups`] for more than one group of layers.
     /// [`ConfigError::LayerExceedsArena`] when one layer's blocks do not fit: it names both sizes and the largest pool
     /// that would.
     pub fn arenas(&self, max_arena_bytes: u64) -> Result<ArenaLayout, ConfigError> {
-        self.check_plain()?;
+        self.check_single_group()?;
         let layout = *self.layout();
         let max_bytes = max_arena_bytes.min(MAX_ARENA_BYTES);
         let layer_bytes = u64::from(self.num_blocks) * layout.layer_block_bytes();

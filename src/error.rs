@@ -58,8 +58,29 @@ pub enum ConfigError {
     LayerGroups {
         /// How many there are.
         groups: u32,
-        /// Whether some rows do not see everything before them.
-        windowed: bool,
+    },
+    /// A rule of logits has numbers for more or fewer query heads than there are.
+    PerHead {
+        /// Which numbers.
+        what: &'static str,
+        /// How many there are.
+        given: u64,
+        /// One for each query head, or for each of each layer of the group.
+        needed: u64,
+    },
+    /// A number of a rule of logits is not finite, or not positive where it must be.
+    LogitNumber {
+        /// Which number.
+        what: &'static str,
+        /// Its index, where there are several.
+        index: u64,
+    },
+    /// More query heads have numbers of their own, slopes or learned sinks, than the kernels serve.
+    NumberedHeads {
+        /// Query heads asked for.
+        num_query_heads: u32,
+        /// Most that are served.
+        max: u32,
     },
     /// Query heads are not a multiple of kv heads.
     HeadRatio {
@@ -141,9 +162,17 @@ impl fmt::Display for ConfigError {
                 "{padding_percent} % of all blocks would be padding, {max_percent} are accepted: group {group} has rows of \
                  {row_bytes} bytes, and rows of {filling_row_bytes} would fill its blocks"
             ),
-            Self::LayerGroups { groups, windowed } => {
-                let windowed = if windowed { ", not all of which see everything," } else { "" };
-                write!(f, "{groups} groups of layers{windowed} are served by the host core alone")
+            Self::PerHead { what, given, needed } => {
+                write!(f, "{given} {what} are given, {needed} are needed")
+            }
+            Self::LogitNumber { what, index } => {
+                write!(f, "number {index} of the {what} is not finite, or not positive where it must be")
+            }
+            Self::NumberedHeads { num_query_heads, max } => {
+                write!(f, "{num_query_heads} query heads have slopes or learned sinks, at most {max} may")
+            }
+            Self::LayerGroups { groups } => {
+                write!(f, "{groups} groups of layers are served by the host core alone")
             }
             Self::HeadRatio { num_query_heads, num_kv_heads } => {
                 write!(f, "{num_query_heads} query heads are not a multiple of {num_kv_heads} kv heads")

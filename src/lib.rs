@@ -17,6 +17,7 @@ mod error;
 mod gpu;
 mod ids;
 mod layout;
+mod logits;
 mod model;
 mod reach;
 pub mod reference;
@@ -28,6 +29,7 @@ pub use config::{CacheConfig, DEFAULT_BLOCK_SIZE, DEFAULT_MAX_SEQUENCES};
 pub use error::{CacheError, CommitError, ConfigError, Error, PlanTextError, PlanTextFault, RequestError};
 pub use ids::{BlockId, PADDING_SLOT, RequestId, SequenceId, StepId, TableId, TokenId};
 pub use layout::{ArenaLayout, BlockLayout, KvPart, MAX_ARENA_BYTES, MAX_BLOCK_SIZE};
+pub use logits::LogitRule;
 pub use model::{KvFormat, KvType, LayerGroup, MAX_HEAD_DIM, ModelShape};
 pub use reach::Reach;
 pub use schedule::{

@@ -4,6 +4,7 @@
 //! values lie is said by `layout.rs`, and how much of them there is by `config.rs`.
 
 use crate::error::ConfigError;
+use crate::logits::LogitRule;
 use crate::reach::Reach;
 use std::fmt;
 
@@ -39,6 +40,7 @@ pub struct LayerGroup {
     head_dim: u32,
     v_head_dim: Option<u32>,
     reach: Reach,
+    logits: LogitRule,
 }
 
 impl ModelShape {
@@ -57,6 +59,7 @@ impl ModelShape {
             head_dim,
             v_head_dim: None,
             reach: Reach::All,
+            logits: LogitRule::new(),
         };
         Self { first, others: Vec::new() }
     }
@@ -70,10 +73,35 @@ impl ModelShape {
         Self { first, others: groups.collect() }
     }
 
+    /// The same model, in all layers of which rows see the keys that `reach` says.
+    pub fn with_reach(mut self, reach: Reach) -> Self {
+        for group in self.groups_mut() {
+            group.reach = reach;
+        }
+        self
+    }
+
+    /// The same model, whose logits are made by `logits` in all layers.
+    pub fn with_logits(mut self, logits: LogitRule) -> Self {
+        for group in self.groups_mut() {
+            group.logits = logits.clone();
+        }
+        self
+    }
+
+    fn groups_mut(&mut self) -> impl Iterator<Item = &mut LayerGroup> {
+        std::iter::once(&mut self.first).chain(&mut self.others)
+    }
+
     /// The groups of layers, in the order in which they were given.
     pub fn groups(&self) -> impl ExactSizeIterator<Item = &LayerGroup> {
         let groups: Vec<&LayerGroup> = std::iter::once(&self.first).chain(&self.others).collect();
         groups.into_iter()
+    }
+
+    /// The first group; a model has one.
+    pub(crate) fn first_group(&self) -> &LayerGroup {
+        &self.first
     }
 
     /// Layers of all groups.
@@ -102,7 +130,7 @@ impl ModelShape {
     /// # Panics
     /// When there is no kv head; a [`CacheConfig`](crate::CacheConfig) refuses such a shape.
     pub fn heads_per_kv_head(&self) -> u32 {
-        self.first.num_query_heads / self.first.num_kv_heads
+        self.first.heads_per_kv_head()
     }
 
     pub(crate) fn check(&self) -> Result<(), ConfigError> {
@@ -137,12 +165,19 @@ impl LayerGroup {
             head_dim,
             v_head_dim: None,
             reach: Reach::All,
+            logits: LogitRule::new(),
         }
     }
 
     /// Rows that see the keys that `reach` says.
     pub fn with_reach(mut self, reach: Reach) -> Self {
         self.reach = reach;
+        self
+    }
+
+    /// Logits that are made by `logits`.
+    pub fn with_logits(mut self, logits: LogitRule) -> Self {
+        self.logits = logits;
         self
     }
 
@@ -172,6 +207,14 @@ impl LayerGroup {
         self.num_kv_heads
     }
 
+    /// Query heads that read one kv head.
+    ///
+    /// # Panics
+    /// When there is no kv head; a [`CacheConfig`](crate::CacheConfig) refuses such a group.
+    pub fn heads_per_kv_head(&self) -> u32 {
+        self.num_query_heads / self.num_kv_heads
+    }
+
     /// Elements of a query and key head.
     pub fn head_dim(&self) -> u32 {
         self.head_dim
@@ -185,6 +228,11 @@ impl LayerGroup {
     /// The keys that a row sees.
     pub fn reach(&self) -> Reach {
         self.reach
+    }
+
+    /// What becomes of the product of a query and a key.
+    pub fn logits(&self) -> &LogitRule {
+        &self.logits
     }
 
     fn check(&self) -> Result<(), ConfigError> {
@@ -206,6 +254,7 @@ impl LayerGroup {
         if matches!(self.reach, Reach::Window { tokens: 0, .. } | Reach::Chunk { tokens: 0 }) {
             return Err(ConfigError::Zero { field: "tokens of a reach" });
         }
+        self.logits.check(self.num_layers, self.num_query_heads)?;
         check_head_dim(self.head_dim)
     }
 }

@@ -191,7 +191,9 @@ impl<'a> Rig<'a> {
             num_kv_heads: self.shape.num_kv_heads(),
             k_head_dim: head_dim,
             v_head_dim: head_dim,
-            scale: 1.0 / f64::from(head_dim).sqrt(),
+            reach: self.twin.group().reach(),
+            logits: self.twin.group().logits(),
+            layer: NUM_LAYERS - 1,
         });
         // Without a tolerance the worst error is either returned or reported.
         let compared = compare(&output[elements], &expected.output, head_dim as usize, f64::MAX);

@@ -11,7 +11,9 @@
 // Sums of weights stay with their invocation, and rows' sums with their group of invocations, until the end.
 //
 // Tiles that all queries see entirely have no guards; the others are the same text with `masked` set, which a compiler
-// specialises. A key that a query does not see is left out by count, and its value is never multiplied.
+// specialises. A key that a query does not see is left out by its index, and its value is never multiplied. Which tiles are
+// walked, and what a query sees, is in `reach_all.wgsl` or `reach_part.wgsl`; what becomes of products in `logit_*.wgsl` and
+// `distance_*.wgsl`, of sums in `sink_*.wgsl`.
 //
 // A line that contains `_Q` is written once per query, with the query's number in place of the `Q`, and one that contains
 // `_J` once per key of an invocation.
@@ -42,6 +44,10 @@ struct Span {
     // For queries of several rows: keys that the first row sees, and from a row's partial result to the next row's.
     first_visible: u32,
     num_spans: u32,
+    // Position of the only row, where the queries are one row's.
+    position: u32,
+    // The first key that a query sees, where rows do not see everything before them.
+    read_begin: u32,
 }
 
 // The queries, the same for all invocations of a workgroup. Those beyond `num_queries` repeat the last one.
@@ -50,9 +56,14 @@ struct Queries {
     start_Q: u32,
 }
 
-// Keys that each query sees: `0..visible`.
+// The keys that each query sees: those before `end`; of them, where rows do not see everything, those from `begin` on and
+// those before `first`. And what a key loses by its distance from the query's position.
 struct Visible {
     end_Q: u32,
+    begin_Q: u32,
+    first_Q: u32,
+    position_Q: u32,
+    slope_Q: f32,
 }
 
 struct State {
@@ -111,13 +122,13 @@ fn attend_tile(
     if (!masked || lane < count) {
         for (var chunk = 0u; chunk < K_ROW; chunk++) {
             var words_J: vec4<u32>;
-            if (!masked || key_J < count) { words_J = load_k_chunk(row_J + chunk); }
+            if (!masked || (key_J < count && is_read(span, tile + key_J))) { words_J = load_k_chunk(row_J + chunk); }
             let k_J = unpack_k(words_J);
             scores_J.v_Q = score_chunk(k_J, load_query_chunk(queries.start_Q + chunk * K_CHUNK_VECS), scores_J.v_Q);
         }
     }
-    let seen_Q_J = !masked || tile + key_J < visible.end_Q;
-    scores_J.v_Q = select(NO_LOGIT, scores_J.v_Q * layer.scale_log2, seen_Q_J);
+    let seen_Q_J = !masked || is_seen(visible.begin_Q, visible.first_Q, visible.end_Q, tile + key_J);
+    scores_J.v_Q = select(NO_LOGIT, with_distance(logit_of(scores_J.v_Q), visible.slope_Q, visible.position_Q, tile + key_J), seen_Q_J);
 
     var most = scores_0;
     most.v_Q = max(most.v_Q, scores_J.v_Q);
@@ -138,20 +149,25 @@ fn attend_tile(
     let steps = select(V_STEPS, (count + V_KEYS - 1u) / V_KEYS, masked);
     for (var i = 0u; i < steps; i++) {
         let key = i * V_KEYS + group;
-        if ((V_EXACT && !masked) || (group < V_KEYS && key < count)) {
+        if ((V_EXACT && !masked) || (group < V_KEYS && key < count && (!masked || is_read(span, tile + key)))) {
             let v = unpack_v(load_v_chunk(value_rows[key] + column));
             // One line, so that a query's new sums replace the old ones before the next query's are computed.
-            (*state).values_Q = select_values((*state).values_Q, add_weighted((*state).values_Q, scratch[key * WEIGHT_VECS + QUERY_Q / 4u][QUERY_Q % 4u], v), !masked || !CAUSAL || tile + key < visible.end_Q);
+            (*state).values_Q = select_values((*state).values_Q, add_weighted((*state).values_Q, scratch[key * WEIGHT_VECS + QUERY_Q / 4u][QUERY_Q % 4u], v), !masked || !CAUSAL || is_seen(visible.begin_Q, visible.first_Q, visible.end_Q, tile + key));
         }
     }
     // Nobody reads this tile's blocks, value rows and weights any more.
     workgroupBarrier();
 }
 
+// A query's head, of all query heads.
+fn head_of(span: Span, query: u32) -> u32 {
+    return span.kv_head * layer.heads_per_kv_head + (span.first_query + query) % layer.heads_per_kv_head;
+}
+
 // Adds up a query's result over the groups of invocations and writes it.
 fn finish_query(lane: u32, span: Span, query: u32, values: Values, maximum: f32, sum: f32) {
     let row = span.first_row + (span.first_query + query) / layer.heads_per_kv_head;
-    let head = span.kv_head * layer.heads_per_kv_head + (span.first_query + query) % layer.heads_per_kv_head;
+    let head = head_of(span, query);
     store_values(lane, values);
     // Makes all parts of the result visible.
     workgroupBarrier();
@@ -161,9 +177,8 @@ fn finish_query(lane: u32, span: Span, query: u32, values: Values, maximum: f32,
             total += scratch[(group * V_ROW + lane / V_CHUNK_VECS) * V_CHUNK_VECS + lane % V_CHUNK_VECS];
         }
         if (span.partial == DIRECT) {
-            // A query that saw no key has no sum, and its result is 0.
             let place = row * tensors.output_stride + head * HEAD_VECS;
-            output[place + lane] = unit_of(select(total / sum, vec4<f32>(0.0), sum == 0.0));
+            output[place + lane] = unit_of(normalised(total, head, maximum, sum));
         } else {
             partials[(partial_of(span, query) * layer.num_query_heads + head) * PARTIAL_VECS + lane] = total;
         }
@@ -176,19 +191,7 @@ fn finish_query(lane: u32, span: Span, query: u32, values: Values, maximum: f32,
     workgroupBarrier();
 }
 
-fn attend(invocation: Invocation, span: Span, queries: Queries) {
-    var state: State;
-    state.maximum_Q = NO_LOGIT;
-    var visible: Visible;
-    var tile = span.first_token;
-    for (; tile + TILE <= span.unmasked_end; tile += TILE) {
-        attend_tile(&state, invocation, span, queries, visible, tile, TILE, false);
-    }
-    // Only now, not to hold registers in the loop above.
-    visible.end_Q = visible_keys(span, QUERY_Q);
-    for (; tile < span.end_token; tile += TILE) {
-        attend_tile(&state, invocation, span, queries, visible, tile, min(TILE, span.end_token - tile), true);
-    }
+fn finish(invocation: Invocation, span: Span, state: State) {
     var sums: PerQuery;
     sums.v_Q = state.sum_Q;
     sums = workgroup_sum(invocation, sums);

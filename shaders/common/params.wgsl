@@ -31,11 +31,16 @@ struct LayerParams {
     num_query_heads: u32,
     heads_per_kv_head: u32,
     head_tiles: u32,
-    // Scale of the logits times log2(e): the softmax is in base 2.
+    // Scale of the logits times log2(e): the softmax is in base 2. With a soft-cap, that of twice the logits over the cap.
     scale_log2: f32,
-    padding_0: u32,
-    padding_1: u32,
-    padding_2: u32,
+    // The soft-cap times log2(e).
+    soft_cap_log2: f32,
+    // Keys of a window, or positions of a chunk.
+    reach_tokens: u32,
+    // Tokens from a sequence's beginning that rows see beside their window.
+    first_tokens: u32,
+    // Of two query heads each: slope and learned sink, times log2(e).
+    heads: array<vec4<f32>, HEAD_PARAMS>,
 }
 
 @group(0) @binding(0) var<uniform> plan: StepParams;
@@ -61,6 +66,8 @@ struct TensorParams {
 const WORKGROUP = 64u;
 // The finite stand-in for "no logit yet": below every real one, and `exp2` of any difference to it is 0.
 const NO_LOGIT = -3.0e38;
+// Stands in for the first key of a query that sees none.
+const NO_KEY = 0xffffffffu;
 // Slot of a padding row, and destination of a decode item that is its row's only one.
 const PADDING_SLOT = 0xffffffffu;
 const DIRECT = 0xffffffffu;

@@ -282,9 +282,9 @@ mod tests {
                 compact_shaders: false,
                 scale: Scale::of(device_type),
             };
-            let tiles = QueryTiles::of(&shape, capabilities.compact_shaders);
+            let tiles = QueryTiles::of(shape.first_group(), capabilities.compact_shaders);
             let options = AttentionOptions::default();
-            let config = split_config(&shape, &cache, &options, &capabilities, tiles);
+            let config = split_config(shape.first_group(), &cache, &options, &capabilities, tiles);
             let split = |plan| {
                 let mut split = WorkSplit::default();
                 split.split(plan, &config);

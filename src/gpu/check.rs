@@ -3,7 +3,41 @@
 use crate::config::CacheConfig;
 use crate::error::{PlanFault, PrepareError};
 use crate::ids::PADDING_SLOT;
+use crate::reach::Reach;
 use crate::schedule::{StepPlan, TableChange};
+use std::ops::Range;
+
+/// Entries of a table that the device has: those from the beginning on, and, where rows do not see everything, those from
+/// some other entry on. A table's blocks lie in one run or in two.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Known {
+    first: u32,
+    rest: Range<u32>,
+}
+
+impl Known {
+    /// Adds the entries of a change. Where it begins behind what is known, it begins a run of its own.
+    fn add(&mut self, entries: Range<u32>) {
+        if entries.start <= self.first {
+            self.first = self.first.max(entries.end);
+        } else if self.rest.contains(&entries.start) || entries.start == self.rest.end {
+            self.rest.end = self.rest.end.max(entries.end);
+        } else {
+            self.rest = entries;
+        }
+        if self.rest.start <= self.first {
+            self.first = self.first.max(self.rest.end);
+            self.rest = 0..0;
+        }
+    }
+
+    /// Whether it has all of `entries`.
+    fn has(&self, entries: &Range<u32>) -> bool {
+        entries.is_empty()
+            || entries.end <= self.first
+            || (self.rest.start <= entries.start && entries.end <= self.rest.end)
+    }
+}
 
 /// The numbers that a plan must stay within, and what the device has been told so far.
 #[derive(Debug)]
@@ -24,10 +58,12 @@ pub(super) struct PlanChecker {
     forgotten_devices: u64,
     /// Devices that a plan's cache must have forgotten, so that it reads nothing that lay on one before this.
     needed_forgotten: u64,
-    /// Entries per table that recorded steps have written to the device.
-    known_entries: Vec<u32>,
+    /// The keys that rows see.
+    reach: Reach,
+    /// Entries of each table that recorded steps have written to the device.
+    known_entries: Vec<Known>,
     /// `known_entries` as the plan at hand will leave it.
-    planned_entries: Vec<u32>,
+    planned_entries: Vec<Known>,
     /// Sorted slots, then sorted destinations of copies, then sorted blocks and host slots.
     sorted: Vec<u32>,
 }
@@ -50,8 +86,9 @@ impl PlanChecker {
             has_accepted: false,
             forgotten_devices: 0,
             needed_forgotten: 0,
-            known_entries: vec![0; tables],
-            planned_entries: vec![0; tables],
+            reach: cache.groups()[0].reach(),
+            known_entries: vec![Known::default(); tables],
+            planned_entries: vec![Known::default(); tables],
             sorted: Vec::new(),
         }
     }
@@ -72,7 +109,7 @@ impl PlanChecker {
         self.last_step = plan.step().raw();
         self.has_accepted = true;
         if plan.forgotten_devices() > self.forgotten_devices {
-            self.known_entries.fill(0);
+            self.known_entries.fill(Known::default());
         }
         self.forgotten_devices = plan.forgotten_devices();
     }
@@ -103,8 +140,8 @@ impl PlanChecker {
     /// Takes note that these changes are being written to the device.
     pub(super) fn record_changes(&mut self, changes: &[TableChange]) {
         for change in changes {
-            let known = &mut self.known_entries[change.table_row as usize];
-            *known = (*known).max(change.first_entry + change.len);
+            let entries = change.first_entry..change.first_entry + change.len;
+            self.known_entries[change.table_row as usize].add(entries);
         }
     }
 
@@ -145,22 +182,22 @@ impl PlanChecker {
     fn check_tables(&mut self, plan: &StepPlan) -> Result<(), PlanFault> {
         match plan.forgotten_devices() > self.forgotten_devices {
             // The tables are sent in full.
-            true => self.planned_entries.fill(0),
-            false => self.planned_entries.copy_from_slice(&self.known_entries),
+            true => self.planned_entries.fill(Known::default()),
+            false => self.planned_entries.clone_from_slice(&self.known_entries),
         }
         let mut next_start = 0u64;
         for &TableChange { table_row, first_entry, start, len } in plan.table_changes() {
             self.check_table_row(table_row)?;
             let known = &mut self.planned_entries[table_row as usize];
             let out_of_range = |entries| PlanFault::TableRange { table_row, first_entry, len, entries };
-            if first_entry > *known {
-                return Err(out_of_range(*known));
+            if self.reach.is_all() && first_entry > known.first {
+                return Err(out_of_range(known.first));
             }
             let end = u64::from(first_entry) + u64::from(len);
             if end > u64::from(self.table_entries) {
                 return Err(out_of_range(self.table_entries));
             }
-            *known = (*known).max(end as u32);
+            known.add(first_entry..end as u32);
             if u64::from(start) != next_start {
                 return Err(PlanFault::Length {
                     array: "changed_entries",
@@ -200,9 +237,12 @@ impl PlanChecker {
             }
             let table_row = plan.table_rows()[index];
             self.check_table_row(table_row)?;
+            // What the sequence's first row sees is the most that any of them needs of the beginning.
+            let [first, rest] = self.reach.kept(context - (end - start), self.block_size);
+            let known = &self.planned_entries[table_row as usize];
             let needed = context.div_ceil(self.block_size);
-            let known = self.planned_entries[table_row as usize];
-            if needed > known {
+            if !known.has(&first) || !known.has(&(rest.start..needed)) {
+                let known = known.first.max(known.rest.end);
                 return Err(PlanFault::EntriesUnknown { sequence, needed, known });
             }
         }

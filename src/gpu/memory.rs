@@ -3,7 +3,6 @@
 
 use crate::config::CacheConfig;
 use crate::error::DeviceError;
-use crate::gpu::params::LayerParams;
 use crate::gpu::scope::{Refusal, guarded};
 use crate::layout::ArenaLayout;
 use wgpu::{BufferDescriptor, BufferUsages};
@@ -62,7 +61,7 @@ pub(super) struct DeviceMemory {
     pub(super) tables: wgpu::Buffer,
     /// Partial results.
     pub(super) partials: wgpu::Buffer,
-    /// One [`LayerParams`] per layer, `layer_stride` bytes apart.
+    /// Parameters of each layer, `layer_stride` bytes apart.
     pub(super) layers: wgpu::Buffer,
     pub(super) layer_stride: u32,
 }
@@ -73,7 +72,7 @@ impl DeviceMemory {
         cache: &CacheConfig,
         arenas: &ArenaLayout,
         partial_bytes: u64,
-        layer_params: &[LayerParams],
+        layer_params: &[Vec<u8>],
         uniform_alignment: u32,
     ) -> Result<Self, DeviceError> {
         let storage = BufferUsages::STORAGE | BufferUsages::COPY_DST | BufferUsages::COPY_SRC;
@@ -91,7 +90,8 @@ impl DeviceMemory {
             partial_bytes,
             BufferUsages::STORAGE | BufferUsages::COPY_DST,
         )?;
-        let layer_stride = (size_of::<LayerParams>() as u32).next_multiple_of(uniform_alignment);
+        let layer_bytes = layer_params.first().map_or(0, Vec::len) as u32;
+        let layer_stride = layer_bytes.next_multiple_of(uniform_alignment);
         let layers = Self::create_layers(allocator, layer_params, layer_stride)?;
         Ok(Self { arenas, tables, partials, layers, layer_stride })
     }
@@ -106,12 +106,12 @@ impl DeviceMemory {
 
     fn create_layers(
         allocator: &mut Allocator<'_>,
-        layer_params: &[LayerParams],
+        layer_params: &[Vec<u8>],
         layer_stride: u32,
     ) -> Result<wgpu::Buffer, DeviceError> {
         let mut bytes = vec![0u8; layer_params.len() * layer_stride as usize];
         for (entry, params) in bytes.chunks_exact_mut(layer_stride as usize).zip(layer_params) {
-            entry[..size_of::<LayerParams>()].copy_from_slice(bytemuck::bytes_of(params));
+            entry[..params.len()].copy_from_slice(params);
         }
         create_filled(allocator, "layer parameters", "paged_kv.layers", &bytes)
     }

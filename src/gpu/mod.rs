@@ -65,7 +65,7 @@ use pipelines::{Compilation, Layouts, Pipelines};
 use pool::{Pool, PoolContext, slot_context};
 use record::Progress;
 use scope::is_lost;
-use setup::{QueryTiles, check_shape, variant};
+use setup::{QueryTiles, check_shape, layer_bytes, variant};
 use std::sync::atomic::{AtomicU64, Ordering};
 use tensors::Binder;
 use wgpu::CommandEncoder;
@@ -73,10 +73,11 @@ use wgpu::CommandEncoder;
 /// The texts of all shaders, the mirrors of their structs, and the parts of a layer, for tests and benches. Not part of the stable interface.
 #[doc(hidden)]
 pub mod shaders {
-    pub use super::params::{LayerParams, StepParams, TensorParams};
+    pub use super::params::{HeadParams, LayerParams, StepParams, TensorParams};
     pub use super::record::LayerPart;
     pub use super::shader::{
-        Kernel, MAX_QUERIES, PREFILL_QUERIES, TILE, VariantKey, all_variants, sample_variants,
+        Kernel, MAX_QUERIES, PREFILL_QUERIES, ReachKind, RowRule, TILE, VariantKey, all_variants,
+        sample_variants,
     };
 }
 
@@ -159,20 +160,21 @@ impl PagedAttention {
         check_shape(&shape, &cache)?;
         let capabilities = Capabilities::of(device)?;
         let compact = options.compact_shaders.unwrap_or(capabilities.compact_shaders);
-        let tiles = QueryTiles::of(&shape, compact);
-        let layouts = Layouts::create(device)?;
+        let group = shape.first_group();
+        let tiles = QueryTiles::of(group, compact);
+        let layouts = Layouts::create(device, layer_bytes(group))?;
         let context = PoolContext {
             device,
             layouts: &layouts,
             capabilities: &capabilities,
             options: &options,
-            shape: &shape,
+            group,
             tiles,
         };
         let mut stats = AttentionStats { pipelines_created: Pipelines::COUNT, ..Default::default() };
         let pool = Pool::create(&context, cache, &mut stats)?;
         let compilation = Compilation { fold: capabilities.max_workgroups, checked: options.checked_shaders };
-        let variant = |kernel| variant(kernel, &pool.cache, tiles, &capabilities, &options);
+        let variant = |kernel| variant(kernel, group, &pool.cache, tiles, &capabilities, &options);
         let pipelines = Pipelines::create(device, &layouts, compilation, &options, variant)?;
         // Kernels take their time to compile, and what a lost device has made looks like any other.
         if is_lost(device) {

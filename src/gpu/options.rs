@@ -44,7 +44,6 @@ impl fmt::Display for ActivationType {
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct AttentionOptions {
-    pub(super) scale: Option<f32>,
     pub(super) activations: ActivationType,
     pub(super) fixed_span_tokens: Option<u32>,
     pub(super) batch_invariant: Option<u32>,
@@ -60,12 +59,6 @@ pub struct AttentionOptions {
 }
 
 impl AttentionOptions {
-    /// Scale of the logits, `1 / sqrt(head_dim)` by default.
-    pub fn scale(mut self, scale: f32) -> Self {
-        self.scale = Some(scale);
-        self
-    }
-
     /// Element type of the tensors that are bound, f32 by default. It is independent of the type that the cache stores.
     pub fn activations(mut self, activations: ActivationType) -> Self {
         self.activations = activations;

@@ -60,11 +60,18 @@ pub struct LayerParams {
     pub heads_per_kv_head: u32,
     /// Tiles that a kv head's query heads are cut into.
     pub head_tiles: u32,
-    /// Scale of the logits times log2(e).
+    /// Scale of the logits times log2(e); with a soft-cap, that of twice the logits over the cap.
     pub scale_log2: f32,
-    /// Always 0.
-    pub padding: [u32; 3],
+    /// The soft-cap times log2(e).
+    pub soft_cap_log2: f32,
+    /// Keys of a window, or positions of a chunk.
+    pub reach_tokens: u32,
+    /// Tokens from a sequence's beginning that rows see beside their window.
+    pub first_tokens: u32,
 }
+
+/// What follows [`LayerParams`]: of two query heads each, slope and learned sink, times log2(e).
+pub type HeadParams = [f32; 4];
 
 /// Distances between rows of the application's tensors, in units of four elements, and how many there are.
 #[repr(C)]

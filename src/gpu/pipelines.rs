@@ -12,7 +12,7 @@
 use crate::error::DeviceError;
 use crate::gpu::memory::device_error;
 use crate::gpu::options::AttentionOptions;
-use crate::gpu::params::{LayerParams, StepParams, TensorParams};
+use crate::gpu::params::{StepParams, TensorParams};
 use crate::gpu::scope::guarded;
 use crate::gpu::shader::{Kernel, VariantKey};
 use std::num::NonZeroU64;
@@ -25,6 +25,8 @@ use wgpu::{
 
 /// The layouts of all bind groups.
 pub(super) struct Layouts {
+    /// Bytes of a layer's parameters.
+    pub(super) layer_bytes: u64,
     pub(super) step: BindGroupLayout,
     pub(super) attention_arena: BindGroupLayout,
     pub(super) written_arena: BindGroupLayout,
@@ -37,12 +39,19 @@ const READ: BufferBindingType = BufferBindingType::Storage { read_only: true };
 const WRITE: BufferBindingType = BufferBindingType::Storage { read_only: false };
 
 impl Layouts {
-    pub(super) fn create(device: &wgpu::Device) -> Result<Self, DeviceError> {
+    /// Layouts for layer parameters of so many bytes.
+    pub(super) fn create(device: &wgpu::Device, layer_bytes: u64) -> Result<Self, DeviceError> {
         let create = || Self {
+            layer_bytes,
             step: layout(
                 device,
                 "paged_kv.step",
-                &[uniform::<StepParams>(true), storage(READ), storage(READ), uniform::<LayerParams>(true)],
+                &[
+                    uniform(size_of::<StepParams>() as u64, true),
+                    storage(READ),
+                    storage(READ),
+                    uniform(layer_bytes, true),
+                ],
             ),
             attention_arena: layout(device, "paged_kv.attention_arena", &[storage(READ), storage(WRITE)]),
             written_arena: layout(device, "paged_kv.written_arena", &[storage(WRITE)]),
@@ -50,12 +59,12 @@ impl Layouts {
             append_tensors: layout(
                 device,
                 "paged_kv.append_tensors",
-                &[uniform::<TensorParams>(false), storage(READ), storage(READ)],
+                &[uniform(size_of::<TensorParams>() as u64, false), storage(READ), storage(READ)],
             ),
             attention_tensors: layout(
                 device,
                 "paged_kv.attention_tensors",
-                &[uniform::<TensorParams>(false), storage(READ), storage(WRITE)],
+                &[uniform(size_of::<TensorParams>() as u64, false), storage(READ), storage(WRITE)],
             ),
         };
         guarded(device, create).map_err(|refusal| device_error(refusal, "bind group layouts", 0, 0))
@@ -74,11 +83,11 @@ impl Layouts {
     }
 }
 
-fn uniform<T>(has_dynamic_offset: bool) -> BindingType {
+fn uniform(bytes: u64, has_dynamic_offset: bool) -> BindingType {
     BindingType::Buffer {
         ty: BufferBindingType::Uniform,
         has_dynamic_offset,
-        min_binding_size: NonZeroU64::new(size_of::<T>() as u64),
+        min_binding_size: NonZeroU64::new(bytes),
     }
 }
 

@@ -11,13 +11,12 @@ use crate::gpu::memory::{Allocator, DeviceMemory};
 use crate::gpu::metadata::{MetadataSlots, SlotContext};
 use crate::gpu::next_instance;
 use crate::gpu::options::AttentionOptions;
-use crate::gpu::params::LayerParams;
 use crate::gpu::pipelines::Layouts;
 use crate::gpu::setup::{QueryTiles, layer_params, partial_bytes, split_config};
 use crate::gpu::stats::AttentionStats;
 use crate::gpu::transfers::Transfers;
 use crate::layout::ArenaLayout;
-use crate::model::ModelShape;
+use crate::model::LayerGroup;
 use crate::schedule::SplitConfig;
 
 /// One cache's memory and state on a device.
@@ -41,7 +40,7 @@ pub(super) struct PoolContext<'a> {
     pub(super) layouts: &'a Layouts,
     pub(super) capabilities: &'a Capabilities,
     pub(super) options: &'a AttentionOptions,
-    pub(super) shape: &'a ModelShape,
+    pub(super) group: &'a LayerGroup,
     pub(super) tiles: QueryTiles,
 }
 
@@ -52,7 +51,7 @@ impl Pool {
         cache: CacheConfig,
         stats: &mut AttentionStats,
     ) -> Result<Self, DeviceError> {
-        let &PoolContext { device, layouts, capabilities, options, shape, tiles } = context;
+        let &PoolContext { device, layouts, capabilities, options, group, tiles } = context;
         let max_bytes = capabilities.max_binding_bytes;
         if cache.table_bytes() > max_bytes {
             return Err(DeviceError::LimitTooLow {
@@ -63,10 +62,10 @@ impl Pool {
             });
         }
         let arenas = cache.arenas(max_bytes)?;
-        let split_config = split_config(shape, &cache, options, capabilities, tiles);
-        let layer_params = layer_params(shape, &cache, &arenas, options, tiles);
+        let split_config = split_config(group, &cache, options, capabilities, tiles);
+        let layer_params = layer_params(group, &cache, &arenas, tiles);
         let mut allocator = Allocator::new(device);
-        let scratch_bytes = u64::from(split_config.max_partials) * partial_bytes(shape, &cache);
+        let scratch_bytes = u64::from(split_config.max_partials) * partial_bytes(group, &cache);
         let alignment = capabilities.uniform_alignment;
         let memory =
             DeviceMemory::create(&mut allocator, &cache, &arenas, scratch_bytes, &layer_params, alignment)?;
@@ -136,7 +135,7 @@ pub(super) fn slot_context<'a>(
         layouts,
         tables: &memory.tables,
         layers: &memory.layers,
-        layer_params_bytes: size_of::<LayerParams>() as u64,
+        layer_params_bytes: layouts.layer_bytes,
         max_binding_bytes: capabilities.max_binding_bytes,
     }
 }

@@ -4,11 +4,15 @@ use crate::config::CacheConfig;
 use crate::error::{ConfigError, DeviceError};
 use crate::gpu::capabilities::Capabilities;
 use crate::gpu::options::AttentionOptions;
-use crate::gpu::params::LayerParams;
-use crate::gpu::shader::{COMPACT_QUERIES, Kernel, MAX_QUERIES, PREFILL_QUERIES, TILE, VariantKey};
+use crate::gpu::params::{HeadParams, LayerParams};
+use crate::gpu::shader::{
+    COMPACT_QUERIES, HEAD_PARAMS, Kernel, MAX_NUMBERED_HEADS, MAX_QUERIES, PREFILL_QUERIES, RowRule, TILE,
+    VariantKey,
+};
 use crate::layout::{ArenaLayout, UNIT_BYTES};
-use crate::model::ModelShape;
+use crate::model::{LayerGroup, ModelShape};
 use crate::schedule::SplitConfig;
+use std::f64::consts::LOG2_E;
 
 /// Scratch for partial results where nothing else is asked for, in bytes.
 const DEFAULT_SCRATCH_BYTES: u64 = 32 << 20;
@@ -25,12 +29,12 @@ pub(super) struct QueryTiles {
 }
 
 impl QueryTiles {
-    pub(super) fn of(shape: &ModelShape, compact: bool) -> Self {
+    pub(super) fn of(group: &LayerGroup, compact: bool) -> Self {
         let (most, prefill) = match compact {
             true => (COMPACT_QUERIES, COMPACT_QUERIES),
             false => (MAX_QUERIES, PREFILL_QUERIES),
         };
-        let heads = shape.heads_per_kv_head();
+        let heads = group.heads_per_kv_head();
         let decode = heads.div_ceil(heads.div_ceil(most));
         Self { head_tiles: heads.div_ceil(decode), decode, prefill }
     }
@@ -44,41 +48,45 @@ impl QueryTiles {
     }
 }
 
-/// Checks that `cache` was made for `shape`.
+/// Checks that `cache` was made for `shape`, and that the kernels serve it.
 pub(super) fn check_shape(shape: &ModelShape, cache: &CacheConfig) -> Result<(), DeviceError> {
-    let layout = cache.layout();
+    cache.check_single_group()?;
+    shape.check()?;
+    let (group, layout) = (shape.first_group(), cache.layout());
+    let [kind, tokens, first] = group.reach().words();
+    let [cache_kind, cache_tokens, cache_first] = cache.groups()[0].reach().words();
     for (field, shape, cache) in [
         ("num_layers", shape.num_layers(), layout.num_layers()),
         ("num_kv_heads", shape.num_kv_heads(), layout.num_kv_heads()),
         ("head_dim", shape.head_dim(), layout.k_head_dim()),
+        ("kind of reach", kind, cache_kind),
+        ("tokens of the reach", tokens, cache_tokens),
+        ("first tokens of the reach", first, cache_first),
     ] {
         if shape != cache {
             return Err(DeviceError::ShapeMismatch { field, shape, cache });
         }
     }
-    let (num_query_heads, num_kv_heads) = (shape.num_query_heads(), shape.num_kv_heads());
-    if num_query_heads == 0 {
-        return Err(ConfigError::Zero { field: "num_query_heads" }.into());
-    }
-    if num_query_heads % num_kv_heads != 0 {
-        return Err(ConfigError::HeadRatio { num_query_heads, num_kv_heads }.into());
+    let num_query_heads = group.num_query_heads();
+    if RowRule::of(group).has_head_numbers() && num_query_heads > MAX_NUMBERED_HEADS {
+        return Err(ConfigError::NumberedHeads { num_query_heads, max: MAX_NUMBERED_HEADS }.into());
     }
     Ok(())
 }
 
 /// Bytes of one partial result: per query head the weighted sums, then a unit with maximum and sum.
-pub(super) fn partial_bytes(shape: &ModelShape, cache: &CacheConfig) -> u64 {
-    u64::from(shape.num_query_heads()) * u64::from(cache.layout().v_sum_units() + 1) * UNIT_BYTES
+pub(super) fn partial_bytes(group: &LayerGroup, cache: &CacheConfig) -> u64 {
+    u64::from(group.num_query_heads()) * u64::from(cache.layout().v_sum_units() + 1) * UNIT_BYTES
 }
 
 pub(super) fn split_config(
-    shape: &ModelShape,
+    group: &LayerGroup,
     cache: &CacheConfig,
     options: &AttentionOptions,
     capabilities: &Capabilities,
     tiles: QueryTiles,
 ) -> SplitConfig {
-    let workgroups_per_item = shape.num_kv_heads() * tiles.head_tiles;
+    let workgroups_per_item = group.num_kv_heads() * tiles.head_tiles;
     let target_workgroups = options.target_workgroups.unwrap_or(capabilities.scale.target_workgroups).max(1);
     let span_quantum = TILE.max(cache.block_size());
     let longest = u32::MAX / span_quantum * span_quantum;
@@ -94,27 +102,27 @@ pub(super) fn split_config(
         Some(_) => u64::from(cache.max_sequences()) * spans_of_row,
         None => {
             let decode = 2 * u64::from(target_workgroups.div_ceil(workgroups_per_item));
-            let prefill = 2 * u64::from(target_workgroups.div_ceil(shape.num_kv_heads()));
-            let rows_of_tile = 1 + tiles.prefill.div_ceil(shape.heads_per_kv_head());
+            let prefill = 2 * u64::from(target_workgroups.div_ceil(group.num_kv_heads()));
+            let rows_of_tile = 1 + tiles.prefill.div_ceil(group.heads_per_kv_head());
             decode + u64::from(cache.max_sequences()) + prefill * u64::from(rows_of_tile)
         }
     };
     let default_bytes = match fixed_span_tokens {
         // In groups, as many as there is room for; one row at least.
-        Some(_) if batch_invariant => DEFAULT_SCRATCH_BYTES.max(spans_of_row * partial_bytes(shape, cache)),
+        Some(_) if batch_invariant => DEFAULT_SCRATCH_BYTES.max(spans_of_row * partial_bytes(group, cache)),
         Some(_) => u64::MAX,
         None => DEFAULT_SCRATCH_BYTES,
     };
     let scratch_bytes = options.scratch_bytes.unwrap_or(default_bytes).min(capabilities.max_binding_bytes);
-    let max_partials = (scratch_bytes / partial_bytes(shape, cache)).min(wanted_partials).max(1);
+    let max_partials = (scratch_bytes / partial_bytes(group, cache)).min(wanted_partials).max(1);
     let flop_per_pair = 2
-        * u64::from(shape.num_query_heads())
+        * u64::from(group.num_query_heads())
         * u64::from(cache.layout().k_head_dim() + cache.layout().v_head_dim());
     let dispatch_flop = capabilities.scale.dispatch_flop;
     SplitConfig {
         workgroups_per_item,
-        workgroups_per_tile: shape.num_kv_heads(),
-        heads_per_kv_head: shape.heads_per_kv_head(),
+        workgroups_per_tile: group.num_kv_heads(),
+        heads_per_kv_head: group.heads_per_kv_head(),
         prefill_queries: tiles.prefill,
         span_quantum,
         target_workgroups,
@@ -122,40 +130,86 @@ pub(super) fn split_config(
         fixed_span_tokens,
         batch_invariant,
         dispatch_work_budget: options.dispatch_work_budget.unwrap_or(dispatch_flop / flop_per_pair),
+        reach: group.reach(),
     }
 }
 
+/// Bytes of a layer's parameters.
+pub(super) fn layer_bytes(group: &LayerGroup) -> u64 {
+    // One unit is always there: WGSL has no empty arrays.
+    let units = if RowRule::of(group).has_head_numbers() { HEAD_PARAMS } else { 1 };
+    (size_of::<LayerParams>() + units as usize * size_of::<HeadParams>()) as u64
+}
+
+/// The parameters of each layer.
 pub(super) fn layer_params(
-    shape: &ModelShape,
+    group: &LayerGroup,
     cache: &CacheConfig,
     arenas: &ArenaLayout,
-    options: &AttentionOptions,
     tiles: QueryTiles,
-) -> Vec<LayerParams> {
-    let scale = options.scale.unwrap_or_else(|| 1.0 / (shape.head_dim() as f32).sqrt());
-    (0..shape.num_layers())
-        .map(|layer| {
-            let (arena, _) = arenas.arena_of(layer);
-            // An arena has less than 2^31 bytes, so each of these fits.
-            LayerParams {
-                block_stride: arenas.block_stride_units(arena) as u32,
-                layer_start: arenas.layer_start_units(layer) as u32,
-                block_shift: cache.block_size().trailing_zeros(),
-                table_entries: cache.table_entries(),
-                num_kv_heads: shape.num_kv_heads(),
-                num_query_heads: shape.num_query_heads(),
-                heads_per_kv_head: shape.heads_per_kv_head(),
-                head_tiles: tiles.head_tiles,
-                scale_log2: scale * std::f32::consts::LOG2_E,
-                padding: [0; 3],
-            }
+) -> Vec<Vec<u8>> {
+    let rule = group.logits();
+    let scale = rule.scale(group.head_dim());
+    let scale_log2 = match rule.soft_cap() {
+        Some(cap) => 2.0 * scale / f64::from(cap) * LOG2_E,
+        None => scale * LOG2_E,
+    };
+    let [_, reach_tokens, first_tokens] = group.reach().words();
+    let of_layer = |layer| {
+        let (arena, _) = arenas.arena_of(layer);
+        // An arena has less than 2^31 bytes, so each of these fits.
+        let params = LayerParams {
+            block_stride: arenas.block_stride_units(arena) as u32,
+            layer_start: arenas.layer_start_units(layer) as u32,
+            block_shift: cache.block_size().trailing_zeros(),
+            table_entries: cache.table_entries(),
+            num_kv_heads: group.num_kv_heads(),
+            num_query_heads: group.num_query_heads(),
+            heads_per_kv_head: group.heads_per_kv_head(),
+            head_tiles: tiles.head_tiles,
+            scale_log2: scale_log2 as f32,
+            soft_cap_log2: rule.soft_cap().map_or(0.0, log2),
+            reach_tokens,
+            first_tokens,
+        };
+        let mut bytes = bytemuck::bytes_of(&params).to_vec();
+        bytes.extend_from_slice(bytemuck::cast_slice(&head_params(group, layer)));
+        bytes.resize(layer_bytes(group) as usize, 0);
+        bytes
+    };
+    (0..group.num_layers()).map(of_layer).collect()
+}
+
+/// The numbers of a layer's query heads, where they have any of their own.
+fn head_params(group: &LayerGroup, layer: u32) -> Vec<HeadParams> {
+    let rule = group.logits();
+    if !RowRule::of(group).has_head_numbers() {
+        return Vec::new();
+    }
+    let heads = group.num_query_heads();
+    let numbers: Vec<[f32; 2]> = (0..heads as usize)
+        .map(|head| {
+            let slope = rule.slopes().nth(head).unwrap_or(0.0);
+            let sink = rule.sinks(layer, heads).nth(head).unwrap_or(0.0);
+            [log2(slope), log2(sink)]
         })
-        .collect()
+        .collect();
+    let pairs = numbers.chunks(2).map(|pair| {
+        let [first, second] = [pair[0], pair.get(1).copied().unwrap_or_default()];
+        [first[0], first[1], second[0], second[1]]
+    });
+    pairs.collect()
+}
+
+/// A logit in base 2; the largest finite number in the place of a larger one.
+fn log2(logit: f32) -> f32 {
+    ((f64::from(logit) * LOG2_E) as f32).clamp(f32::MIN, f32::MAX)
 }
 
 /// The variant of `kernel` for this cache on this device.
 pub(super) fn variant(
     kernel: Kernel,
+    group: &LayerGroup,
     cache: &CacheConfig,
     tiles: QueryTiles,
     capabilities: &Capabilities,
@@ -171,6 +225,7 @@ pub(super) fn variant(
         tiles.of_kernel(kernel),
         subgroups,
     )
+    .with_rule(RowRule::of(group))
 }
 
 #[cfg(test)]
@@ -191,7 +246,7 @@ mod tests {
             (8, true, 4, 2),
         ] {
             let shape = ModelShape::new(1, 2 * heads, 2, 8);
-            let found = QueryTiles::of(&shape, compact);
+            let found = QueryTiles::of(shape.first_group(), compact);
             assert_eq!((found.head_tiles, found.decode), (tiles, queries), "{heads} heads, {compact}");
         }
     }

@@ -10,7 +10,8 @@
 
 use crate::gpu::options::ActivationType;
 use crate::layout::row_units;
-use crate::model::{KvType, MAX_HEAD_DIM};
+use crate::model::{KvType, LayerGroup, MAX_HEAD_DIM};
+use crate::reach::Reach;
 use crate::schedule::PrefillItem;
 use std::collections::HashSet;
 use std::fmt::{self, Write as _};
@@ -29,6 +30,21 @@ const WORKGROUP: u32 = 64;
 
 /// Keys of a tile whose scores one invocation computes.
 const KEYS: u32 = 2;
+
+/// Query heads that may have numbers of their own, in one layer.
+pub(super) const MAX_NUMBERED_HEADS: u32 = 256;
+
+/// Units of 16 bytes that their numbers take.
+pub(super) const HEAD_PARAMS: u32 = MAX_NUMBERED_HEADS / 2;
+
+/// A part of a text: its name, by which it can be replaced, and its lines.
+type Fragment = (&'static str, &'static str);
+
+macro_rules! fragment {
+    ($name:literal) => {
+        ($name, include_str!(concat!("../../shaders/", $name)))
+    };
+}
 
 /// Keys of a tile of the attention kernels. Spans of keys start at multiples of it.
 pub const TILE: u32 = WORKGROUP * KEYS;
@@ -77,6 +93,54 @@ pub struct VariantKey {
     activations: ActivationType,
     queries: u32,
     subgroups: bool,
+    rule: RowRule,
+}
+
+/// What of a group's reach and rule of logits is compiled in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct RowRule {
+    /// Which keys rows see.
+    pub reach: ReachKind,
+    /// Logits are capped.
+    pub soft_cap: bool,
+    /// Keys lose by their distance.
+    pub slopes: bool,
+    /// Learned sinks.
+    pub sinks: bool,
+}
+
+/// A [`Reach`] without its numbers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum ReachKind {
+    /// Everything.
+    #[default]
+    All,
+    /// A window, perhaps with first tokens.
+    Window,
+    /// The row's chunk.
+    Chunk,
+}
+
+impl RowRule {
+    /// That of a group.
+    pub fn of(group: &LayerGroup) -> Self {
+        let logits = group.logits();
+        Self {
+            reach: match group.reach() {
+                Reach::All => ReachKind::All,
+                Reach::Window { .. } => ReachKind::Window,
+                Reach::Chunk { .. } => ReachKind::Chunk,
+            },
+            soft_cap: logits.soft_cap().is_some(),
+            slopes: logits.has_slopes(),
+            sinks: logits.has_sinks(),
+        }
+    }
+
+    /// Whether query heads have numbers of their own.
+    pub fn has_head_numbers(&self) -> bool {
+        self.slopes || self.sinks
+    }
 }
 
 impl VariantKey {
@@ -107,12 +171,28 @@ impl VariantKey {
                 _ => 1,
             },
             subgroups: attention && subgroups,
+            rule: RowRule::default(),
         }
+    }
+
+    /// The same with another rule for rows, as far as the kernel has one.
+    pub fn with_rule(mut self, rule: RowRule) -> Self {
+        self.rule = match self.kernel {
+            Kernel::AttentionDecode | Kernel::AttentionPrefill => rule,
+            Kernel::AttentionMerge => RowRule { sinks: rule.sinks, ..RowRule::default() },
+            Kernel::Append | Kernel::BlockCopy => RowRule::default(),
+        };
+        self
     }
 
     /// The kernel.
     pub fn kernel(&self) -> Kernel {
         self.kernel
+    }
+
+    /// What of a group's rule for rows the text has.
+    pub fn rule(&self) -> RowRule {
+        self.rule
     }
 
     /// Whether the text uses subgroup operations.
@@ -140,6 +220,8 @@ impl VariantKey {
 
     fn header(&self, fold: u32) -> String {
         let mut text = format!("// {self}\nconst FOLD = {fold}u;\n");
+        let head_params = if self.rule.has_head_numbers() { HEAD_PARAMS } else { 1 };
+        let _ = writeln!(text, "const HEAD_PARAMS = {head_params}u;");
         let attention = self.kernel.is_attention();
         if attention || self.kernel == Kernel::Append {
             let _ = write!(
@@ -169,12 +251,16 @@ impl VariantKey {
         text
     }
 
-    fn fragments(&self) -> Vec<(&'static str, &'static str)> {
-        macro_rules! fragment {
-            ($name:literal) => {
-                ($name, include_str!(concat!("../../shaders/", $name)))
-            };
-        }
+    fn sink_fragments(&self) -> Vec<Fragment> {
+        let numbers = self.rule.has_head_numbers().then_some(fragment!("common/head_numbers.wgsl"));
+        let sink = match self.rule.sinks {
+            true => fragment!("common/sink_learned.wgsl"),
+            false => fragment!("common/sink_none.wgsl"),
+        };
+        numbers.into_iter().chain([sink]).collect()
+    }
+
+    fn fragments(&self) -> Vec<Fragment> {
         let mut fragments = vec![fragment!("common/params.wgsl")];
         if self.kernel != Kernel::BlockCopy {
             fragments.push(match self.activations {
@@ -199,7 +285,10 @@ impl VariantKey {
                 fragments.push(fragment!("append.wgsl"));
             }
             Kernel::BlockCopy => fragments.push(fragment!("block_copy.wgsl")),
-            Kernel::AttentionMerge => fragments.push(fragment!("attention_merge.wgsl")),
+            Kernel::AttentionMerge => {
+                fragments.extend(self.sink_fragments());
+                fragments.push(fragment!("attention_merge.wgsl"));
+            }
             Kernel::AttentionDecode | Kernel::AttentionPrefill => {
                 fragments.push(fragment!("common/attention_bindings.wgsl"));
                 fragments.push(fragment!("common/layout.wgsl"));
@@ -216,7 +305,25 @@ impl VariantKey {
                     true => fragment!("common/sum_subgroup.wgsl"),
                     false => fragment!("common/sum_workgroup.wgsl"),
                 });
+                fragments.extend(self.sink_fragments());
+                fragments.push(match self.rule.soft_cap {
+                    true => fragment!("common/logit_soft_cap.wgsl"),
+                    false => fragment!("common/logit_plain.wgsl"),
+                });
+                fragments.push(match self.rule.slopes {
+                    true => fragment!("common/distance_slopes.wgsl"),
+                    false => fragment!("common/distance_none.wgsl"),
+                });
                 fragments.push(fragment!("common/attention_core.wgsl"));
+                fragments.extend(match self.rule.reach {
+                    ReachKind::All => vec![fragment!("common/reach_all.wgsl")],
+                    ReachKind::Window => {
+                        vec![fragment!("common/reach_window.wgsl"), fragment!("common/reach_part.wgsl")]
+                    }
+                    ReachKind::Chunk => {
+                        vec![fragment!("common/reach_chunk.wgsl"), fragment!("common/reach_part.wgsl")]
+                    }
+                });
                 fragments.push(match self.kernel {
                     Kernel::AttentionDecode => fragment!("attention_decode.wgsl"),
                     _ => fragment!("attention_prefill.wgsl"),
@@ -246,6 +353,7 @@ impl fmt::Display for VariantKey {
             Kernel::BlockCopy => return Ok(()),
             Kernel::AttentionMerge => {
                 write!(f, ".d{}", self.v_head_dim)?;
+                self.fmt_rule(f)?;
                 return self.fmt_activations(f);
             }
             _ => {}
@@ -263,6 +371,7 @@ impl fmt::Display for VariantKey {
         if self.kernel == Kernel::AttentionDecode || self.has_compact_tiles() {
             write!(f, ".q{}", self.queries)?;
         }
+        self.fmt_rule(f)?;
         if self.kernel.is_attention() {
             f.write_str(if self.subgroups { ".subgroup" } else { ".workgroup" })?;
         }
@@ -273,6 +382,20 @@ impl fmt::Display for VariantKey {
 impl VariantKey {
     fn has_compact_tiles(&self) -> bool {
         self.kernel == Kernel::AttentionPrefill && self.queries != PREFILL_QUERIES
+    }
+
+    /// What of the rule is not the usual.
+    fn fmt_rule(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.rule.reach {
+            ReachKind::All => "",
+            ReachKind::Window => ".window",
+            ReachKind::Chunk => ".chunk",
+        })?;
+        let RowRule { soft_cap, slopes, sinks, .. } = self.rule;
+        for (option, name) in [(soft_cap, ".cap"), (slopes, ".alibi"), (sinks, ".sinks")] {
+            f.write_str(if option { name } else { "" })?;
+        }
+        Ok(())
     }
 
     /// Other activations than f32, at the end of the name.
@@ -302,7 +425,8 @@ fn unroll(fragment: &str, queries: u32, text: &mut String) {
     }
 }
 
-/// Every variant: equal head sizes of K and V from 8 to 256, and three pairs of unequal ones.
+/// Every variant: equal head sizes of K and V from 8 to 256, and three pairs of unequal ones; of some of them, every rule
+/// for rows.
 pub fn all_variants() -> Vec<VariantKey> {
     let kernels = [
         Kernel::AttentionDecode,
@@ -326,9 +450,10 @@ pub fn all_variants() -> Vec<VariantKey> {
                                 let types = (k_type, v_type);
                                 let key =
                                     VariantKey::new(kernel, types, dims, activations, queries, subgroups);
-                                if seen.insert(key) {
-                                    variants.push(key);
-                                }
+                                let has_rules = dims == (64, 64) || dims == (256, 8);
+                                let rules = if has_rules { all_rules() } else { vec![RowRule::default()] };
+                                let keys = rules.into_iter().map(|rule| key.with_rule(rule));
+                                variants.extend(keys.filter(|key| seen.insert(*key)));
                             }
                         }
                     }
@@ -337,6 +462,17 @@ pub fn all_variants() -> Vec<VariantKey> {
         }
     }
     variants
+}
+
+fn all_rules() -> Vec<RowRule> {
+    let mut rules = Vec::new();
+    for reach in [ReachKind::All, ReachKind::Window, ReachKind::Chunk] {
+        for options in 0..8 {
+            let has = |option: u32| options & option != 0;
+            rules.push(RowRule { reach, soft_cap: has(1), slopes: has(2), sinks: has(4) });
+        }
+    }
+    rules
 }
 
 /// Queries of a workgroup that a kernel's texts are made for.
@@ -360,10 +496,16 @@ pub fn sample_variants() -> Vec<VariantKey> {
             key.activations.bytes(),
             key.queries,
             u32::from(key.subgroups),
+            key.rule.reach as u32,
+            u32::from(key.rule.soft_cap),
+            u32::from(key.rule.slopes),
+            u32::from(key.rule.sinks),
         ]
     };
-    let mut all = all_variants();
-    all.retain(|key| {
+    // Neighbours differ in one choice: taken in a scattered order, a key has more pairs that are new.
+    let mut all: Vec<(u32, VariantKey)> = (0..).zip(all_variants()).collect();
+    all.sort_by_key(|(index, _)| index.wrapping_mul(2_654_435_761));
+    all.retain(|(_, key)| {
         let choices = choices(key);
         let mut is_new = false;
         for a in 0..choices.len() {
@@ -373,7 +515,8 @@ pub fn sample_variants() -> Vec<VariantKey> {
         }
         is_new
     });
-    all
+    all.sort_by_key(|(index, _)| *index);
+    all.into_iter().map(|(_, key)| key).collect()
 }
 
 #[cfg(test)]

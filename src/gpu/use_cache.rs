@@ -53,14 +53,16 @@ impl PagedAttention {
             layouts: &self.layouts,
             capabilities: &self.capabilities,
             options: &self.options,
-            shape: &self.shape,
+            group: self.shape.first_group(),
             tiles: self.tiles,
         };
         let mut pool = Pool::create(&context, cache, &mut self.stats)?;
         let (new, old) = (pool.cache.layout(), self.pool.cache.layout());
         if (new.k_type(), new.v_type(), new.v_head_dim()) != (old.k_type(), old.v_type(), old.v_head_dim()) {
-            let variant =
-                |kernel| variant(kernel, &pool.cache, self.tiles, &self.capabilities, &self.options);
+            let variant = |kernel| {
+                let group = self.shape.first_group();
+                variant(kernel, group, &pool.cache, self.tiles, &self.capabilities, &self.options)
+            };
             self.pipelines =
                 Pipelines::create(&self.device, &self.layouts, self.compilation, &self.options, variant)?;
             self.stats.pipelines_created = Pipelines::COUNT;

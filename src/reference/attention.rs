@@ -1,5 +1,6 @@
 //! What the attention twins of one layer read, and all of them in a row.
 
+use crate::reference::rule::{Logit, position};
 use crate::reference::{CpuCache, Rows, RowsMut, attention_decode, attention_merge, attention_prefill};
 use crate::schedule::{StepPlan, WorkSplit};
 
@@ -15,22 +16,25 @@ pub struct AttentionInputs<'a> {
     pub layer: u32,
     /// Queries, `[rows][num_query_heads, k_head_dim]`.
     pub query: Rows<'a>,
-    /// Factor of the logits.
-    pub scale: f32,
 }
 
 impl<'a> AttentionInputs<'a> {
-    /// Inputs with the usual scale, `1 / sqrt(k_head_dim)`.
+    /// These inputs.
     pub fn new(cache: &'a CpuCache, plan: &'a StepPlan, layer: u32, query: Rows<'a>) -> Self {
-        let scale = 1.0 / (cache.layout().block().k_head_dim() as f32).sqrt();
-        Self { cache, plan, layer, query, scale }
+        Self { cache, plan, layer, query }
     }
 
-    /// Tokens that a sequence's last row sees, and its rows.
-    pub(super) fn context_and_rows(&self, sequence: u32) -> (usize, usize) {
+    /// The position of a sequence's row.
+    pub(super) fn position(&self, sequence: u32, row: u32) -> Option<u32> {
         let starts = self.plan.query_starts();
         let rows = starts[sequence as usize + 1] - starts[sequence as usize];
-        (self.plan.context_lens()[sequence as usize] as usize, rows as usize)
+        position(self.plan.context_lens()[sequence as usize], rows, row)
+    }
+
+    /// What becomes of the products of a query head.
+    pub(super) fn logit(&self, head: u32) -> Logit {
+        let (group, k_head_dim) = (self.cache.group(), self.cache.layout().block().k_head_dim());
+        Logit::of(group.logits(), self.layer, head, group.num_query_heads(), k_head_dim)
     }
 
     /// The query of one head in one row.
@@ -69,7 +73,7 @@ pub fn attention(
     if split.groups.is_empty() {
         attention_decode(inputs, &split.decode_items, output, &mut partial_rows);
         attention_prefill(inputs, &split.prefill_items, output, &mut partial_rows);
-        attention_merge(inputs.cache, &split.merge_items, partial_rows.as_rows(), output);
+        attention_merge(inputs, &split.merge_items, partial_rows.as_rows(), output);
     }
     let indices = |range: &std::ops::Range<u32>| range.start as usize..range.end as usize;
     for group in &split.groups {
@@ -80,6 +84,6 @@ pub fn attention(
             &mut partial_rows,
         );
         let merge_items = &split.merge_items[indices(&group.merge_items)];
-        attention_merge(inputs.cache, merge_items, partial_rows.as_rows(), output);
+        attention_merge(inputs, merge_items, partial_rows.as_rows(), output);
     }
 }

@@ -30,7 +30,8 @@ pub fn attention_decode(
         for kv_head in 0..block.num_kv_heads() {
             softmax.clear();
             for head in kv_head * heads..(kv_head + 1) * heads {
-                softmax.push_query(inputs.query_of(row, head), inputs.scale, item.end_token);
+                let position = inputs.position(item.sequence, 0);
+                softmax.push_query(inputs.query_of(row, head), inputs.logit(head), position);
             }
             softmax.attend(KeySpan {
                 cache: inputs.cache,

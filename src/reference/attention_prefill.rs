@@ -1,7 +1,6 @@
 //! Twin of `attention_prefill`: a tile of one sequence's queries over a span of the keys that they see.
 
 use crate::reference::online_softmax::{KeySpan, OnlineSoftmax};
-use crate::reference::rule::visible_end;
 use crate::reference::{AttentionInputs, RowsMut};
 use crate::schedule::{DIRECT, PrefillItem};
 
@@ -13,7 +12,7 @@ use crate::schedule::{DIRECT, PrefillItem};
 /// [`attention_merge`](crate::reference::attention_merge).
 ///
 /// Query `q` of a sequence is head `q % heads_per_kv_head` of a kv head in row `q / heads_per_kv_head`. Row `i` of a
-/// sequence with `n` rows and context length `c` sees the keys `0 ..= c - n + i`; a row for which there are none gives 0.
+/// sequence with `n` rows and context length `c` is at position `c - n + i`; one before the first token gives 0.
 ///
 /// # Panics
 /// When `output` or `partials` does not hold a row that an item writes, the cache has no such layer, or an item names
@@ -30,18 +29,14 @@ pub fn attention_prefill(
     let mut softmax = OnlineSoftmax::new(inputs.cache);
     for item in items {
         let first_row = inputs.plan.query_starts()[item.sequence as usize];
-        let (context, rows) = inputs.context_and_rows(item.sequence);
         let table = inputs.table(item.sequence);
         for kv_head in 0..block.num_kv_heads() {
             softmax.clear();
             for query in item.first_query..item.end_query {
                 let row = query / heads;
                 let head = kv_head * heads + query % heads;
-                softmax.push_query(
-                    inputs.query_of(first_row + row, head),
-                    inputs.scale,
-                    visible_end(context, rows, row as usize) as u32,
-                );
+                let position = inputs.position(item.sequence, row);
+                softmax.push_query(inputs.query_of(first_row + row, head), inputs.logit(head), position);
             }
             softmax.attend(KeySpan {
                 cache: inputs.cache,

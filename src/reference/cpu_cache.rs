@@ -8,7 +8,7 @@
 use crate::BlockSwap;
 use crate::config::CacheConfig;
 use crate::layout::{ArenaLayout, KvPart};
-use crate::model::{KvType, ModelShape};
+use crate::model::{KvType, LayerGroup, ModelShape};
 use crate::reference::f16::{pack_word, unpack_word};
 use crate::schedule::{SplitConfig, StepPlan};
 
@@ -16,7 +16,7 @@ use crate::schedule::{SplitConfig, StepPlan};
 #[derive(Clone, Debug)]
 pub struct CpuCache {
     layout: ArenaLayout,
-    num_query_heads: u32,
+    group: LayerGroup,
     max_sequences: u32,
     table_entries: u32,
     pub(super) fingerprint: u64,
@@ -31,9 +31,9 @@ impl CpuCache {
     ///
     /// # Panics
     /// When `config` was made for a model of another shape, query heads are no multiple of kv heads, or the model has more
-    /// than one group of layers, or one whose rows do not see everything.
+    /// than one group of layers.
     pub fn new(shape: &ModelShape, config: &CacheConfig) -> Self {
-        if let Err(error) = config.check_plain() {
+        if let Err(error) = config.check_single_group() {
             panic!("{error}");
         }
         let block = *config.layout();
@@ -52,7 +52,7 @@ impl CpuCache {
             .expect("a configuration has checked its layout, and the bytes of the pool");
         Self {
             layout,
-            num_query_heads: shape.num_query_heads(),
+            group: shape.first_group().clone(),
             max_sequences: config.max_sequences(),
             table_entries: config.table_entries(),
             fingerprint: config.fingerprint(),
@@ -67,25 +67,30 @@ impl CpuCache {
         &self.layout
     }
 
+    /// The model's layers: what their rows see, and what becomes of logits.
+    pub fn group(&self) -> &LayerGroup {
+        &self.group
+    }
+
     /// Query heads of the model.
     pub fn num_query_heads(&self) -> u32 {
-        self.num_query_heads
+        self.group.num_query_heads()
     }
 
     /// Query heads that read one kv head.
     pub fn heads_per_kv_head(&self) -> u32 {
-        self.num_query_heads / self.layout.block().num_kv_heads()
+        self.num_query_heads() / self.layout.block().num_kv_heads()
     }
 
     /// Elements of an output row: `[num_query_heads, v_head_dim]`.
     pub fn output_len(&self) -> usize {
-        self.num_query_heads as usize * self.layout.block().v_head_dim() as usize
+        self.num_query_heads() as usize * self.layout.block().v_head_dim() as usize
     }
 
     /// Elements of a partial result: `[num_query_heads, v_head_dim + 2]`, per head the unnormalised sum of values, then
     /// the maximum logit in base 2, then the sum of weights.
     pub fn partial_len(&self) -> usize {
-        self.num_query_heads as usize * (self.layout.block().v_head_dim() as usize + 2)
+        self.num_query_heads() as usize * (self.layout.block().v_head_dim() as usize + 2)
     }
 
     /// A split that suits `num_threads` threads: tiles of whole rows, spans only where there are fewer rows than
@@ -99,6 +104,7 @@ impl CpuCache {
             prefill_queries: self.heads_per_kv_head().saturating_mul(16),
             span_quantum: self.layout.block().block_size().max(32),
             target_workgroups: num_threads,
+            reach: self.group.reach(),
             max_partials: num_threads.saturating_mul(2),
             fixed_span_tokens: None,
             batch_invariant: false,

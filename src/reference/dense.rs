@@ -1,10 +1,12 @@
 //! Attention as the formula says it, in f64, over keys and values that lie in one piece: the judge of the twins and of
 //! the kernels.
 //!
-//! `output[i] = sum_t softmax_t(scale * query[i] . key[t]) value[t]` over the keys `t` that row `i` sees (Vaswani et al.,
-//! "Attention Is All You Need", 3.2.1). No blocks, no spans, no running maximum.
+//! `output[i] = sum_t softmax_t(logit(query[i] . key[t])) value[t]` over the keys `t` that row `i` sees (Vaswani et al.,
+//! "Attention Is All You Need", 3.2.1), with the logits of a [`LogitRule`]. No blocks, no spans, no running maximum.
 
-use crate::reference::rule::visible_end;
+use crate::logits::LogitRule;
+use crate::reach::Reach;
+use crate::reference::rule::{Logit, position, visible};
 
 /// One sequence's queries, keys and values.
 #[derive(Clone, Copy, Debug)]
@@ -23,8 +25,12 @@ pub struct DenseInputs<'a> {
     pub k_head_dim: u32,
     /// Elements of a value head.
     pub v_head_dim: u32,
-    /// Factor of the logits.
-    pub scale: f64,
+    /// The keys that rows see.
+    pub reach: Reach,
+    /// What becomes of products.
+    pub logits: &'a LogitRule,
+    /// The layer's number in its group: which learned sinks are its own.
+    pub layer: u32,
 }
 
 /// What [`dense_attention`] returns.
@@ -32,11 +38,13 @@ pub struct DenseInputs<'a> {
 pub struct DenseOutput {
     /// `[rows, num_query_heads, v_head_dim]`; 0 for a row that sees no key.
     pub output: Vec<f64>,
-    /// Natural log-sum-exp of the scaled logits, `[rows, num_query_heads]`; minus infinity for a row that sees no key.
+    /// Natural log-sum-exp of the logits, a learned sink among them, `[rows, num_query_heads]`; minus infinity for a row that
+    /// sees no key.
     pub lse: Vec<f64>,
 }
 
-/// Causal attention of a sequence's last rows: with `n` rows and `c` tokens, row `i` sees the keys `0 ..= c - n + i`.
+/// Attention of a sequence's last rows: with `n` rows and `c` tokens, row `i` sees what its reach says of position
+/// `c - n + i`.
 ///
 /// # Panics
 /// When there are no heads, a head has no elements, kv heads do not divide query heads, or a tensor's length is no whole
@@ -61,21 +69,27 @@ pub fn dense_attention(inputs: &DenseInputs<'_>) -> DenseOutput {
     for (index, query) in inputs.query.chunks_exact(k_len).enumerate() {
         let (row, head) = (index / query_heads, index % query_heads);
         let kv_head = head / (query_heads / kv_heads);
-        let visible = visible_end(tokens, rows, row);
-        let logits: Vec<f64> = (0..visible)
+        let rule =
+            Logit::of(inputs.logits, inputs.layer, head as u32, inputs.num_query_heads, inputs.k_head_dim);
+        let position = position(tokens as u32, rows as u32, row as u32);
+        let [first, rest] = visible(inputs.reach, position);
+        let logits: Vec<(u32, f64)> = first
+            .chain(rest)
             .map(|token| {
-                let key = &inputs.keys[(token * kv_heads + kv_head) * k_len..][..k_len];
+                let key = &inputs.keys[(token as usize * kv_heads + kv_head) * k_len..][..k_len];
                 let dot: f64 = query.iter().zip(key).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum();
-                inputs.scale * dot
+                (token, rule.logit(dot, position.map_or(0, |position| position - token)))
             })
             .collect();
-        let maximum = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let sum: f64 = logits.iter().map(|logit| (logit - maximum).exp()).sum();
-        lse.push(if visible == 0 { f64::NEG_INFINITY } else { maximum + sum.ln() });
+        let sink = rule.sink.filter(|_| !logits.is_empty());
+        let all = || logits.iter().map(|(_, logit)| *logit).chain(sink);
+        let maximum = all().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = all().map(|logit| (logit - maximum).exp()).sum();
+        lse.push(if logits.is_empty() { f64::NEG_INFINITY } else { maximum + sum.ln() });
         let mut result = vec![0.0; v_len];
-        for (token, logit) in logits.iter().enumerate() {
+        for (token, logit) in logits {
             let weight = (logit - maximum).exp() / sum;
-            let value = &inputs.values[(token * kv_heads + kv_head) * v_len..][..v_len];
+            let value = &inputs.values[(token as usize * kv_heads + kv_head) * v_len..][..v_len];
             result.iter_mut().zip(value).for_each(|(x, v)| *x += weight * f64::from(*v));
         }
         output.extend(result);
@@ -87,6 +101,8 @@ pub fn dense_attention(inputs: &DenseInputs<'_>) -> DenseOutput {
 mod tests {
     use super::*;
 
+    const RULE: &LogitRule = &LogitRule::new();
+
     fn inputs<'a>(query: &'a [f32], keys: &'a [f32], values: &'a [f32]) -> DenseInputs<'a> {
         DenseInputs {
             query,
@@ -96,7 +112,9 @@ mod tests {
             num_kv_heads: 1,
             k_head_dim: 1,
             v_head_dim: 1,
-            scale: 1.0,
+            reach: Reach::All,
+            logits: RULE,
+            layer: 0,
         }
     }
 
@@ -114,5 +132,17 @@ mod tests {
         assert_eq!(result.output, [0.0, 0.0, 10.0, 15.0]);
         assert_eq!(result.lse[..3], [f64::NEG_INFINITY, f64::NEG_INFINITY, 0.0]);
         assert!((result.lse[3] - 2f64.ln()).abs() < 1e-15);
+    }
+
+    #[test]
+    fn a_window_and_a_sink_leave_what_the_formula_says() {
+        // Of the keys 0, ln 3, ln 2 the last row sees the first and the last: weights 1, 2, and 5 for the sink.
+        let rule = LogitRule::new().with_sinks([0.0, 5f32.ln()]);
+        let (keys, values) = ([0.0, 3f32.ln(), 2f32.ln()], [8.0, 100.0, 4.0]);
+        let reach = Reach::Window { tokens: 1, first: 1 };
+        let inputs = DenseInputs { reach, logits: &rule, layer: 1, ..inputs(&[1.0], &keys, &values) };
+        let result = dense_attention(&inputs);
+        assert!((result.output[0] - 2.0).abs() < 1e-6, "{result:?}");
+        assert!((result.lse[0] - 8f64.ln()).abs() < 1e-6);
     }
 }

@@ -4,13 +4,16 @@
 //! the running maximum raised, what was summed so far scaled down to it, and the weighted values added.
 
 use crate::layout::KvPart;
+use crate::reach::Reach;
 use crate::reference::CpuCache;
+use crate::reference::rule::{Logit, LogitBase2, visible};
+use std::ops::Range;
 
 /// Where a running maximum starts: finite, and below any logit of finite queries and keys.
 pub(super) const LOWEST_LOGIT: f32 = f32::MIN;
 
 /// Keys decoded at a time: enough to amortise the scaling down, few enough for the rows to stay in the first cache.
-const KEY_TILE: usize = 32;
+const KEY_TILE: u32 = 32;
 
 /// Partial lanes of a dot product; head sizes are multiples of it.
 const LANES: usize = 8;
@@ -28,18 +31,49 @@ pub(super) struct KeySpan<'a> {
 
 /// Queries of one kv head and what they have summed so far.
 pub(super) struct OnlineSoftmax {
+    reach: Reach,
     k_len: usize,
     v_len: usize,
     /// Scaled queries, `[queries, k_len]`.
     queries: Vec<f32>,
-    /// End of the keys that each query sees.
-    visible_ends: Vec<u32>,
-    maxima: Vec<f32>,
-    sums: Vec<f32>,
+    sights: Vec<Sight>,
+    states: Vec<State>,
     /// Unnormalised sums of values, `[queries, v_len]`.
     accumulators: Vec<f32>,
     keys: Vec<f32>,
     values: Vec<f32>,
+}
+
+/// What a query sees, and what becomes of its products.
+struct Sight {
+    position: u32,
+    /// The first tokens, and the rest.
+    keys: [Range<u32>; 2],
+    logit: LogitBase2,
+}
+
+/// The largest logit so far, in base 2, and the sum of weights relative to it.
+#[derive(Clone, Copy)]
+pub(super) struct State {
+    pub(super) maximum: f32,
+    pub(super) sum: f32,
+}
+
+impl State {
+    /// The factor that a sum of values is divided by the sum of all weights with, that of a learned sink among them. 0
+    /// where there was no key.
+    pub(super) fn with_sink(self, sink: Option<f32>) -> f32 {
+        let Self { maximum, sum } = self;
+        match sink {
+            _ if sum == 0.0 => 0.0,
+            None => 1.0 / sum,
+            Some(sink) => {
+                let most = maximum.max(sink);
+                let shrink = (maximum - most).exp2();
+                shrink / (sum * shrink + (sink - most).exp2())
+            }
+        }
+    }
 }
 
 impl OnlineSoftmax {
@@ -47,62 +81,78 @@ impl OnlineSoftmax {
         let block = &cache.layout().block();
         let (k_len, v_len) = (block.k_head_dim() as usize, block.v_head_dim() as usize);
         Self {
+            reach: cache.group().reach(),
             k_len,
             v_len,
             queries: Vec::new(),
-            visible_ends: Vec::new(),
-            maxima: Vec::new(),
-            sums: Vec::new(),
+            sights: Vec::new(),
+            states: Vec::new(),
             accumulators: Vec::new(),
-            keys: vec![0.0; KEY_TILE * k_len],
-            values: vec![0.0; KEY_TILE * v_len],
+            keys: vec![0.0; KEY_TILE as usize * k_len],
+            values: vec![0.0; KEY_TILE as usize * v_len],
         }
     }
 
     /// Forgets all queries.
     pub(super) fn clear(&mut self) {
         self.queries.clear();
-        self.visible_ends.clear();
-        self.maxima.clear();
-        self.sums.clear();
+        self.sights.clear();
+        self.states.clear();
         self.accumulators.clear();
     }
 
-    /// Adds a query that sees the keys before `visible_end`.
-    pub(super) fn push_query(&mut self, query: &[f32], scale: f32, visible_end: u32) {
-        let factor = scale * std::f32::consts::LOG2_E;
-        self.queries.extend(query.iter().map(|x| x * factor));
-        self.visible_ends.push(visible_end);
-        self.maxima.push(LOWEST_LOGIT);
-        self.sums.push(0.0);
+    /// Adds the query of a row at `position`.
+    pub(super) fn push_query(&mut self, query: &[f32], logit: Logit, position: Option<u32>) {
+        let logit = logit.base_2();
+        self.queries.extend(query.iter().map(|x| x * logit.factor));
+        let keys = visible(self.reach, position);
+        self.sights.push(Sight { position: position.unwrap_or(0), keys, logit });
+        self.states.push(State { maximum: LOWEST_LOGIT, sum: 0.0 });
         self.accumulators.resize(self.accumulators.len() + self.v_len, 0.0);
     }
 
-    /// Runs all queries over the keys of `span` that they see. No key that none of them sees is read.
+    /// Runs all queries over the keys of `span` that they see, and those whose window begins in it over the first tokens,
+    /// too. No key that none of them sees is read.
     pub(super) fn attend(&mut self, span: KeySpan<'_>) {
-        let last_visible = self.visible_ends.iter().copied().max().unwrap_or(0);
-        let end = span.end.min(last_visible);
-        let mut tile_start = span.first;
-        while tile_start < end {
-            let tile_end = end.min(tile_start + KEY_TILE as u32);
-            self.read_tile(&span, tile_start, tile_end);
-            for query in 0..self.visible_ends.len() {
-                let visible = self.visible_ends[query].min(tile_end).saturating_sub(tile_start);
-                if visible > 0 {
-                    self.attend_tile(query, visible as usize);
+        let nothing = Range { start: u32::MAX, end: 0 };
+        let mut seen = [0..0, nothing];
+        for Sight { keys: [first, rest], .. } in &mut self.sights {
+            if !(span.first..span.end).contains(&rest.start) {
+                *first = 0..0;
+            }
+            *rest = rest.start.max(span.first)..rest.end.min(span.end);
+            seen[0].end = seen[0].end.max(first.end);
+            if rest.start < rest.end {
+                seen[1] = seen[1].start.min(rest.start)..seen[1].end.max(rest.end);
+            }
+        }
+        // Tiles lie at the same tokens for every query of every step, so that its bits do not depend on the others'.
+        let tiles = |keys: &Range<u32>| keys.start / KEY_TILE..keys.end.div_ceil(KEY_TILE);
+        let (first, rest) = (tiles(&seen[0]), tiles(&seen[1]));
+        for tile in first.clone().chain(rest.start.max(first.end)..rest.end) {
+            let tokens = tile * KEY_TILE..(tile + 1) * KEY_TILE;
+            for part in &seen {
+                self.read_tile(&span, tokens.start, common(part, &tokens));
+            }
+            for query in 0..self.sights.len() {
+                for part in [0, 1] {
+                    let keys = common(&self.sights[query].keys[part], &tokens);
+                    if keys.start < keys.end {
+                        self.attend_tile(query, tokens.start, keys);
+                    }
                 }
             }
-            tile_start = tile_end;
         }
     }
 
-    fn read_tile(&mut self, span: &KeySpan<'_>, tile_start: u32, tile_end: u32) {
+    /// Decodes some keys of the tile that starts at `tile_start`.
+    fn read_tile(&mut self, span: &KeySpan<'_>, tile_start: u32, tokens: Range<u32>) {
         let block_size = span.cache.layout().block().block_size();
-        let mut token = tile_start;
-        while token < tile_end {
+        let mut token = tokens.start;
+        while token < tokens.end {
             let block = span.table[(token / block_size) as usize];
             let slot = token % block_size;
-            let run = (block_size - slot).min(tile_end - token) as usize;
+            let run = (block_size - slot).min(tokens.end - token) as usize;
             let at = (token - tile_start) as usize;
             let keys = &mut self.keys[at * self.k_len..][..run * self.k_len];
             span.cache.read_rows(span.layer, KvPart::K, block, span.kv_head, slot, keys);
@@ -112,46 +162,53 @@ impl OnlineSoftmax {
         }
     }
 
-    /// Adds the first `num_keys` keys of the tile to one query.
-    fn attend_tile(&mut self, query: usize, num_keys: usize) {
+    /// Adds some keys of the tile that starts at `tile_start` to one query.
+    fn attend_tile(&mut self, query: usize, tile_start: u32, keys: Range<u32>) {
         let query_row = &self.queries[query * self.k_len..][..self.k_len];
         let accumulator = &mut self.accumulators[query * self.v_len..][..self.v_len];
-        let mut weights = [0.0; KEY_TILE];
-        let mut maximum = self.maxima[query];
-        for (logit, key) in weights[..num_keys].iter_mut().zip(self.keys.chunks_exact(self.k_len)) {
-            *logit = dot(query_row, key);
+        let Sight { position, logit: rule, .. } = &self.sights[query];
+        let (start, num_keys) = ((keys.start - tile_start) as usize, keys.len());
+        let mut weights = [0.0; KEY_TILE as usize];
+        let State { mut maximum, mut sum } = self.states[query];
+        let rows = self.keys.chunks_exact(self.k_len).skip(start);
+        for ((logit, key), token) in weights[..num_keys].iter_mut().zip(rows).zip(keys) {
+            *logit = rule.logit(dot(query_row, key), position - token);
             maximum = maximum.max(*logit);
         }
-        let shrink = (self.maxima[query] - maximum).exp2();
-        let mut sum = self.sums[query] * shrink;
+        let shrink = (self.states[query].maximum - maximum).exp2();
+        sum *= shrink;
         accumulator.iter_mut().for_each(|x| *x *= shrink);
-        for (logit, value) in weights[..num_keys].iter().zip(self.values.chunks_exact(self.v_len)) {
+        let rows = self.values.chunks_exact(self.v_len).skip(start);
+        for (logit, value) in weights[..num_keys].iter().zip(rows) {
             let weight = (logit - maximum).exp2();
             sum += weight;
             accumulator.iter_mut().zip(value).for_each(|(x, v)| *x += weight * v);
         }
-        self.maxima[query] = maximum;
-        self.sums[query] = sum;
+        self.states[query] = State { maximum, sum };
     }
 
     /// The finished output of a query: 0 when it saw no key.
     pub(super) fn write_output(&self, query: usize, output: &mut [f32]) {
         let accumulator = &self.accumulators[query * self.v_len..][..self.v_len];
-        write_normalised(accumulator, self.sums[query], output);
+        let factor = self.states[query].with_sink(self.sights[query].logit.sink);
+        write_normalised(accumulator, factor, output);
     }
 
     /// A query's state as a partial result: sum of values, maximum, sum of weights.
     pub(super) fn write_partial(&self, query: usize, partial: &mut [f32]) {
         let accumulator = &self.accumulators[query * self.v_len..][..self.v_len];
         partial[..self.v_len].copy_from_slice(accumulator);
-        partial[self.v_len] = self.maxima[query];
-        partial[self.v_len + 1] = self.sums[query];
+        partial[self.v_len] = self.states[query].maximum;
+        partial[self.v_len + 1] = self.states[query].sum;
     }
 }
 
-/// Divides a sum of values by its sum of weights; without a key the sum of weights is 0, and so is the output.
-pub(super) fn write_normalised(accumulator: &[f32], sum: f32, output: &mut [f32]) {
-    let factor = if sum == 0.0 { 0.0 } else { 1.0 / sum };
+fn common(a: &Range<u32>, b: &Range<u32>) -> Range<u32> {
+    a.start.max(b.start)..a.end.min(b.end)
+}
+
+/// Writes a sum of values times `factor`.
+pub(super) fn write_normalised(accumulator: &[f32], factor: f32, output: &mut [f32]) {
     output.iter_mut().zip(accumulator).for_each(|(out, x)| *out = x * factor);
 }
 

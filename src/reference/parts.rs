@@ -91,12 +91,16 @@ pub fn prefill_parts<'a>(
         u64::from(item.end_query - item.first_query) * (u64::from(item.end_token - item.first_token) + 1)
     };
     // A tile's rows each have a partial result from each of its spans.
-    let starts_row = |item: &PrefillItem| item.first_query.is_multiple_of(heads) && item.first_token == 0;
+    let starts_row = |items: &[PrefillItem], index: usize| {
+        let (before, item) = (&items[index - 1], &items[index]);
+        let same_tile = (before.sequence, before.first_query) == (item.sequence, item.first_query);
+        item.first_query.is_multiple_of(heads) && !same_tile
+    };
     let mut parts = Vec::new();
     let mut rest = items;
     for part in (1..=num_parts.max(1)).rev() {
         let mut len = fair_share(rest, part, work);
-        while len < rest.len() && !starts_row(&rest[len]) {
+        while len > 0 && len < rest.len() && !starts_row(rest, len) {
             len += 1;
         }
         let (head, tail) = rest.split_at(len);

@@ -110,7 +110,7 @@ fn b05a_a_span_without_keys_is_empty_and_merges_as_nothing() {
     let merge = |first_partial, num_partials| {
         let mut output = [7.0; 8];
         let item = MergeItem { row: 0, first_partial, num_partials, padding: 0 };
-        attention_merge(&cache, &[item], Rows::new(&partials, 10), &mut RowsMut::new(&mut output, 8));
+        attention_merge(&inputs, &[item], Rows::new(&partials, 10), &mut RowsMut::new(&mut output, 8));
         output
     };
     assert_eq!(merge(0, 3), [15.0; 8]);
@@ -260,7 +260,7 @@ fn share_out(fixed_span_tokens: Option<u32>) {
             attention_prefill(&inputs, part.items, &mut part.output, &mut part.partials);
         }
         let partial_rows = Rows::new(&partials, cache.partial_len());
-        attention_merge(&cache, &split.merge_items, partial_rows, &mut RowsMut::new(&mut output, 48));
+        attention_merge(&inputs, &split.merge_items, partial_rows, &mut RowsMut::new(&mut output, 48));
         assert_eq!(output, expected, "{num_parts} parts");
     }
 }

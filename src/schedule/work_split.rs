@@ -3,12 +3,16 @@
 //! Pure arithmetic on a [`StepPlan`]: no device, no policy of admission. A sequence with one row becomes decode items
 //! (spans of keys); one with more becomes prefill items (tiles of query rows, and spans of keys where the tiles alone do
 //! not fill the device: a few drafts to verify, or the end of a prompt, over a long context). Spans of one row are merged
-//! exactly, so every cut gives the same result up to rounding. With [`SplitConfig::fixed_span_tokens`] the cuts of a row
+//! exactly, so every cut gives the same result up to rounding. Keys that no row of an item sees are in no span, except for
+//! less than a quantum before a window; the first tokens that rows see beside a window belong to the span in which it begins.
+//!
+//! With [`SplitConfig::fixed_span_tokens`] the cuts of a row
 //! that is a sequence's only one in the step depend on its own context alone; with [`SplitConfig::batch_invariant`] those of
 //! every row, and its bits on nothing but its query and its keys (`row_groups.rs`).
 //!
 //! Numbers of zero in a [`SplitConfig`] count as one.
 
+use crate::reach::Reach;
 use crate::schedule::step_plan::{StepPlan, rows_work};
 use std::ops::Range;
 
@@ -46,6 +50,8 @@ pub struct SplitConfig {
     pub batch_invariant: bool,
     /// (row, key) pairs that one dispatch of attention may have, all kv heads counted once. A single item may exceed it.
     pub dispatch_work_budget: u64,
+    /// The keys that rows see.
+    pub reach: Reach,
 }
 
 /// A span of one decode row: `[sequence, first token, end token, partial]`.
@@ -156,91 +162,124 @@ impl WorkSplit {
             Some(tokens) => whole_quanta(u64::from(tokens), config),
             None => balanced_span(plan, config),
         };
-        let room = u64::from(config.max_partials).saturating_sub(partials(plan, span_tokens));
+        let room = u64::from(config.max_partials).saturating_sub(partials(plan, span_tokens, config));
         let chunk_span = chunk_span(plan, config, room);
         for sequence in 0..plan.num_sequences() {
             let rows = plan.query_starts[sequence as usize + 1] - plan.query_starts[sequence as usize];
             if rows == 1 {
-                self.push_decode(plan, sequence, span_tokens);
+                self.push_decode(plan, sequence, span_tokens, config);
             } else {
                 self.push_prefill(plan, sequence, chunk_span, config);
             }
         }
         let budget = config.dispatch_work_budget;
         cut(&self.decode_items, budget, &mut self.decode_dispatches, |item| {
-            u64::from(item.end_token - item.first_token)
+            u64::from(item.end_token - item.first_token) + first_tokens_before(item.first_token, config)
         });
-        cut(&self.prefill_items, budget, &mut self.prefill_dispatches, |item| {
-            prefill_work(item, config.heads_per_kv_head.max(1))
-        });
+        cut(&self.prefill_items, budget, &mut self.prefill_dispatches, |item| prefill_work(item, config));
     }
 
-    fn push_decode(&mut self, plan: &StepPlan, sequence: u32, span_tokens: u32) {
-        let context = plan.context_lens[sequence as usize];
-        let spans = context.div_ceil(span_tokens).max(1);
+    fn push_decode(&mut self, plan: &StepPlan, sequence: u32, span_tokens: u32, config: &SplitConfig) {
+        let keys = chunk(plan, sequence).walked(0, config);
+        let spans = (keys.end - keys.start).div_ceil(span_tokens).max(1);
         let first_partial = self.num_partials;
         for span in 0..spans {
-            let first_token = span * span_tokens;
+            let first_token = keys.start + span * span_tokens;
             self.decode_items.push(DecodeItem {
                 sequence,
                 first_token,
-                end_token: context.min(first_token.saturating_add(span_tokens)),
+                end_token: keys.end.min(first_token.saturating_add(span_tokens)),
                 partial: if spans == 1 { DIRECT } else { first_partial + span },
             });
         }
         if spans > 1 {
-            self.push_merges(plan.query_starts[sequence as usize], spans, 1, |_| spans);
+            let row = plan.query_starts[sequence as usize];
+            self.merge_items.push(MergeItem { row, first_partial, num_partials: spans, padding: 0 });
+            self.num_partials += spans;
         }
     }
 
-    /// The tiles of a sequence's rows, in spans of `span_tokens` if its context is longer. Then every row has partial
-    /// results, one for each span of which it sees a key; those of a row are consecutive.
+    /// The tiles of a sequence's rows, in spans of `span_tokens` if a tile walks more keys.
     fn push_prefill(&mut self, plan: &StepPlan, sequence: u32, span_tokens: u32, config: &SplitConfig) {
-        let Chunk { rows, context } = chunk(plan, sequence);
+        let chunk = chunk(plan, sequence);
+        let start = chunk.walked(0, config).start;
+        let is_cut = chunk.tile_keys(config) > span_tokens;
+        let span_tokens = if is_cut { span_tokens } else { u32::MAX };
+        let grid = Grid { start, span_tokens, num_spans: (chunk.context - start).div_ceil(span_tokens) };
+        let rows = Rows { range: 0..chunk.rows, first_partial: is_cut.then_some(self.num_partials) };
+        self.push_rows(plan, sequence, &rows, grid, config);
+        if is_cut {
+            self.num_partials += chunk.rows * grid.num_spans;
+        }
+    }
+
+    /// The tiles of some rows of a sequence, cut by `grid`, and the merges of rows that have partial results: one for each
+    /// span of which a row walks a key, with room for all of the grid's.
+    fn push_rows(&mut self, plan: &StepPlan, sequence: u32, rows: &Rows, grid: Grid, config: &SplitConfig) {
         let heads = config.heads_per_kv_head.max(1);
-        let spans = context.div_ceil(span_tokens);
-        let is_cut = spans > 1;
-        let queries = rows.saturating_mul(heads);
-        let visible = |row: u32| context - rows + row + 1;
-        let mut first_query = 0;
-        while first_query < queries {
-            let end_query = queries.min(first_query.saturating_add(config.prefill_queries.max(1)));
-            let end = visible((end_query - 1) / heads);
-            for first_token in (0..end).step_by(span_tokens as usize) {
-                let end_token = end.min(first_token.saturating_add(span_tokens));
+        let chunk = chunk(plan, sequence);
+        let partial_of = |first: u32, row: u32| first + (row - rows.range.start) * grid.num_spans;
+        let end_of_queries = rows.range.end.saturating_mul(heads);
+        let mut first_query = rows.range.start * heads;
+        while first_query < end_of_queries {
+            let end_query = end_of_queries.min(first_query.saturating_add(config.prefill_queries.max(1)));
+            let mut first_token = chunk.walked(first_query / heads, config).start;
+            let end = chunk.walked((end_query - 1) / heads, config).end;
+            while first_token < end {
+                let span = grid.span_of(first_token);
+                let end_token =
+                    end.min(grid.start.saturating_add((span + 1).saturating_mul(grid.span_tokens)));
                 self.prefill_items.push(PrefillItem {
                     sequence,
                     first_query,
                     end_query,
                     first_token,
                     end_token,
-                    partial: match is_cut {
-                        true => self.num_partials + first_query / heads * spans + first_token / span_tokens,
-                        false => DIRECT,
+                    partial: match rows.first_partial {
+                        Some(first) => partial_of(first, first_query / heads) + span,
+                        None => DIRECT,
                     },
-                    num_spans: spans,
-                    guarded_from: end_token,
+                    num_spans: grid.num_spans,
+                    guarded_from: if config.batch_invariant { first_token } else { end_token },
                 });
+                first_token = end_token;
             }
             first_query = end_query;
         }
-        if is_cut {
-            self.push_merges(plan.query_starts[sequence as usize], spans, rows, |row| {
-                visible(row).div_ceil(span_tokens)
-            });
-        }
-    }
-
-    /// Merges of consecutive rows with room for `spans` partial results each.
-    fn push_merges(&mut self, first_row: u32, spans: u32, rows: u32, num_partials: impl Fn(u32) -> u32) {
-        self.merge_items.extend((0..rows).map(|row| MergeItem {
-            row: first_row + row,
-            first_partial: self.num_partials + row * spans,
-            num_partials: num_partials(row),
-            padding: 0,
+        let Some(first) = rows.first_partial else { return };
+        let first_row = plan.query_starts[sequence as usize];
+        self.merge_items.extend(rows.range.clone().map(|row| {
+            let keys = chunk.walked(row, config);
+            let first_span = grid.span_of(keys.start);
+            MergeItem {
+                row: first_row + row,
+                first_partial: partial_of(first, row) + first_span,
+                num_partials: grid.span_of(keys.end - 1) + 1 - first_span,
+                padding: 0,
+            }
         }));
-        self.num_partials += rows * spans;
     }
+}
+
+/// How the keys of a sequence's rows are cut.
+#[derive(Clone, Copy)]
+struct Grid {
+    /// First token of the first span, and tokens of each.
+    start: u32,
+    span_tokens: u32,
+    num_spans: u32,
+}
+
+impl Grid {
+    fn span_of(&self, token: u32) -> u32 {
+        (token - self.start) / self.span_tokens
+    }
+}
+
+/// Rows of a sequence, and the first of their partial results.
+struct Rows {
+    range: Range<u32>,
+    first_partial: Option<u32>,
 }
 
 /// A sequence of the step.
@@ -249,6 +288,39 @@ struct Chunk {
     rows: u32,
     /// Tokens that its last row sees.
     context: u32,
+}
+
+impl Chunk {
+    /// The keys that a row walks: those that it sees, first tokens beside a window excepted, from a multiple of the quantum.
+    fn walked(&self, row: u32, config: &SplitConfig) -> Range<u32> {
+        let end = self.context - self.rows + row + 1;
+        let Some(position) = end.checked_sub(1) else { return 0..0 };
+        let [_, seen] = config.reach.visible(position);
+        let quantum = config.span_quantum.max(1);
+        seen.start / quantum * quantum..end
+    }
+
+    /// The most keys that one of its tiles walks.
+    fn tile_keys(&self, config: &SplitConfig) -> u32 {
+        let all = self.context - self.walked(0, config).start;
+        match config.reach {
+            Reach::All => all,
+            Reach::Window { tokens, .. } | Reach::Chunk { tokens } => {
+                let rows = config.prefill_queries.max(1).div_ceil(config.heads_per_kv_head.max(1));
+                let more = rows.min(self.rows).saturating_add(config.span_quantum.max(1));
+                all.min(tokens.saturating_add(more))
+            }
+        }
+    }
+
+    /// Partial results of its rows in spans of `span_tokens`.
+    fn partials(&self, span_tokens: u32, config: &SplitConfig) -> u64 {
+        if self.tile_keys(config) <= span_tokens {
+            return 0;
+        }
+        let keys = self.context - self.walked(0, config).start;
+        u64::from(self.rows) * u64::from(keys.div_ceil(span_tokens))
+    }
 }
 
 fn chunk(plan: &StepPlan, sequence: u32) -> Chunk {
@@ -269,12 +341,13 @@ fn chunk_span(plan: &StepPlan, config: &SplitConfig, room: u64) -> u32 {
     let mut tiles = 0u64;
     let mut tokens = 0u64;
     let mut longest = 1u32;
-    for Chunk { rows, context } in chunks(plan) {
-        let queries = u64::from(rows) * u64::from(config.heads_per_kv_head.max(1));
+    for chunk in chunks(plan) {
+        let queries = u64::from(chunk.rows) * u64::from(config.heads_per_kv_head.max(1));
         let chunk_tiles = queries.div_ceil(u64::from(config.prefill_queries.max(1)));
+        let keys = chunk.tile_keys(config);
         tiles += chunk_tiles;
-        tokens += chunk_tiles * u64::from(context);
-        longest = longest.max(context);
+        tokens += chunk_tiles * u64::from(keys);
+        longest = longest.max(keys);
     }
     let wanted_tiles = u64::from(config.target_workgroups.div_ceil(config.workgroups_per_tile.max(1)));
     if config.fixed_span_tokens.is_some() {
@@ -284,8 +357,9 @@ fn chunk_span(plan: &StepPlan, config: &SplitConfig, room: u64) -> u32 {
         true => 2 * tokens.div_ceil(tiles.max(1)),
         false => tokens.div_ceil(wanted_tiles),
     };
+    let partials = |span| chunks(plan).map(|chunk| chunk.partials(span, config)).sum::<u64>();
     let mut span = whole_quanta(wanted_span, config);
-    while span < longest && chunk_partials(plan, span) > room {
+    while span < longest && partials(span) > room {
         let longer = whole_quanta(2 * u64::from(span), config);
         // Beyond the longest multiple of the quantum nothing is cut.
         span = if longer > span { longer } else { u32::MAX };
@@ -293,16 +367,11 @@ fn chunk_span(plan: &StepPlan, config: &SplitConfig, room: u64) -> u32 {
     span
 }
 
-/// Partial results of the step's chunks when they are cut into spans of `span_tokens`.
-fn chunk_partials(plan: &StepPlan, span_tokens: u32) -> u64 {
-    let cut = chunks(plan).filter(|chunk| chunk.context > span_tokens);
-    cut.map(|chunk| u64::from(chunk.rows) * u64::from(chunk.context.div_ceil(span_tokens))).sum()
-}
-
-/// Contexts of the sequences with one row.
-fn decode_contexts(plan: &StepPlan) -> impl Iterator<Item = u32> {
-    let rows = plan.query_starts.windows(2).map(|pair| pair[1] - pair[0]);
-    rows.zip(&plan.context_lens).filter(|&(rows, _)| rows == 1).map(|(_, &context)| context)
+/// Keys that each sequence with one row walks.
+fn decode_keys(plan: &StepPlan, config: &SplitConfig) -> impl Iterator<Item = u32> {
+    let chunks = (0..plan.num_sequences()).map(|sequence| chunk(plan, sequence));
+    let rows = chunks.filter(|chunk| chunk.rows == 1).map(|chunk| chunk.walked(0, config));
+    rows.map(|keys| keys.end - keys.start)
 }
 
 /// One span length for all rows of the step, such that the step has about `target_workgroups` workgroups, no span exceeds
@@ -311,10 +380,10 @@ fn balanced_span(plan: &StepPlan, config: &SplitConfig) -> u32 {
     let mut rows = 0u64;
     let mut tokens = 0u64;
     let mut longest = 1u32;
-    for context in decode_contexts(plan) {
+    for keys in decode_keys(plan, config) {
         rows += 1;
-        tokens += u64::from(context);
-        longest = longest.max(context);
+        tokens += u64::from(keys);
+        longest = longest.max(keys);
     }
     let wanted_items = u64::from(config.target_workgroups.div_ceil(config.workgroups_per_item.max(1)));
     let wanted_span = if rows >= wanted_items {
@@ -326,15 +395,15 @@ fn balanced_span(plan: &StepPlan, config: &SplitConfig) -> u32 {
     let quantum = u64::from(config.span_quantum.max(1));
     let budget = (config.dispatch_work_budget / quantum * quantum).max(quantum);
     let mut span = whole_quanta(wanted_span.min(u64::from(longest)).min(budget), config);
-    while span < longest && partials(plan, span) > u64::from(config.max_partials) {
+    while span < longest && partials(plan, span, config) > u64::from(config.max_partials) {
         span = whole_quanta(2 * u64::from(span), config);
     }
     span
 }
 
 /// Partial results of the step's rows when they are cut into spans of `span_tokens`.
-fn partials(plan: &StepPlan, span_tokens: u32) -> u64 {
-    let spans = decode_contexts(plan).map(|context| u64::from(context.div_ceil(span_tokens)));
+fn partials(plan: &StepPlan, span_tokens: u32, config: &SplitConfig) -> u64 {
+    let spans = decode_keys(plan, config).map(|keys| u64::from(keys.div_ceil(span_tokens)));
     spans.filter(|&spans| spans > 1).sum()
 }
 
@@ -346,11 +415,22 @@ fn whole_quanta(tokens: u64, config: &SplitConfig) -> u32 {
 }
 
 /// (row, key) pairs of a prefill item, rounded up to whole rows, and those of a span to a rectangle.
-fn prefill_work(item: &PrefillItem, heads: u32) -> u64 {
+fn prefill_work(item: &PrefillItem, config: &SplitConfig) -> u64 {
+    let heads = config.heads_per_kv_head.max(1);
     let rows = u64::from(item.end_query.div_ceil(heads) - item.first_query / heads);
-    match item.partial {
-        DIRECT => rows_work(rows, u64::from(item.end_token)),
-        _ => rows * u64::from(item.end_token - item.first_token),
+    match (item.partial, item.first_token) {
+        (DIRECT, 0) => rows_work(rows, u64::from(item.end_token)),
+        (_, first_token) => {
+            rows * (u64::from(item.end_token - first_token) + first_tokens_before(first_token, config))
+        }
+    }
+}
+
+/// The first tokens, beside a window, that an item may have to walk before its span.
+fn first_tokens_before(first_token: u32, config: &SplitConfig) -> u64 {
+    match config.reach {
+        Reach::Window { first, .. } => u64::from(first.min(first_token)),
+        _ => 0,
     }
 }
 

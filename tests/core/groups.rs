@@ -3,7 +3,7 @@
 use crate::naive_blocks::num_blocks;
 use paged_kv::{
     Admission, CacheConfig, CacheError, ConfigError, KvCache, KvType, LayerGroup, ModelShape, Namespace,
-    Reach, Request, RowResult, Schedule, Scheduler, SchedulerConfig, StepBuilder, TableId,
+    PrefixCacheConfig, Reach, Request, RowResult, Schedule, Scheduler, SchedulerConfig, StepBuilder, TableId,
 };
 
 const WINDOW: Reach = Reach::Window { tokens: 1024, first: 0 };
@@ -248,4 +248,26 @@ fn a_turn_whose_last_token_is_behind_a_window_is_computed_again() {
         assert_eq!(scheduler.stats().cache.promised_blocks, 0);
         scheduler.assert_consistent();
     }
+}
+
+/// At the bound of preemptions everything is reserved: what two samples share of a window is free for neither.
+#[test]
+fn samples_that_share_a_window_are_not_both_reserved_what_it_holds() {
+    let shape = ModelShape::of_groups([
+        LayerGroup::new([0], 4, 1, 8),
+        LayerGroup::new([1, 2], 4, 1, 8).with_reach(Reach::Window { tokens: 20, first: 0 }),
+    ]);
+    let cache = CacheConfig::for_blocks(57, &shape, KvType::F32).unwrap().with_block_size(1).unwrap();
+    let config = SchedulerConfig {
+        step_tokens: 2,
+        admission: Admission::Overcommitted { watermark_blocks: 0 },
+        max_preemptions: 0,
+        prefix_cache: Some(PrefixCacheConfig::default()),
+        ..SchedulerConfig::default()
+    };
+    let mut scheduler = Scheduler::new(config, cache.with_max_sequences(3).unwrap()).unwrap();
+    let chats = scheduler.add(Request::new(vec![1; 18]).max_new_tokens(16).samples(2).keep(true)).unwrap();
+    run(&mut scheduler);
+    let lens = [0, 1].map(|sample| scheduler.tokens(chats.sample(sample)).map(<[u32]>::len));
+    assert_eq!(lens, [Some(34); 2]);
 }

@@ -14,11 +14,14 @@ mod drafts;
 #[cfg(feature = "faults")]
 mod faults;
 mod gate;
+#[path = "support/golden_options.rs"]
+mod golden_options;
 mod groups;
 #[path = "support/histories.rs"]
 mod histories;
 mod hostile;
 mod line;
+mod logit_options;
 mod long_lines;
 mod manifests;
 #[path = "support/model.rs"]

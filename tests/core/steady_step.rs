@@ -8,7 +8,7 @@ mod counting_allocator;
 
 use counting_allocator::{held_bytes, num_allocations};
 use paged_kv::{
-    Admission, CacheConfig, KvType, ModelShape, Request, Retention, RowResult, Schedule, Scheduler,
+    Admission, CacheConfig, KvType, ModelShape, Reach, Request, Retention, RowResult, Schedule, Scheduler,
     SchedulerConfig, SplitConfig, WorkSplit,
 };
 use std::hint::black_box;
@@ -128,6 +128,7 @@ fn splitting_a_steady_step_allocates_nothing() {
         fixed_span_tokens: None,
         batch_invariant: false,
         dispatch_work_budget: 1 << 24,
+        reach: Reach::All,
     };
     let mut scheduler = steady(SchedulerConfig::default(), 0);
     let mut split = WorkSplit::default();

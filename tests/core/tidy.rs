@@ -27,7 +27,8 @@ pub(crate) fn sources(folder: &str) -> Vec<(PathBuf, String)> {
 }
 
 /// The rooms of floor 0. Each may know those before it.
-const GROUND: [&str; 8] = ["faults", "ids", "error", "reach", "model", "layout", "stacks", "config"];
+const GROUND: [&str; 9] =
+    ["faults", "ids", "error", "reach", "logits", "model", "layout", "stacks", "config"];
 
 /// The floor of a module, by the first name of its path within the crate.
 fn floor(module: &str) -> u32 {

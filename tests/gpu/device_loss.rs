@@ -280,7 +280,7 @@ fn what_was_made_on_the_old_device_is_refused_on_the_new_one() {
 #[test]
 fn a_rebuild_that_fails_costs_nothing_and_another_one_succeeds() {
     let gpu = noop();
-    let options = AttentionOptions::default().fixed_span_tokens(256).scale(0.25);
+    let options = AttentionOptions::default().fixed_span_tokens(256);
     let attention = PagedAttention::with_options(&gpu.device, SHAPE, config(), options).expect("a device");
     let split = *attention.split_config();
     let mut setup = Setup { attention, ..Setup::new(&gpu) };

@@ -10,10 +10,13 @@ mod device;
 mod device_loss;
 mod device_rig;
 mod embedding;
+#[path = "../core/support/golden_options.rs"]
+mod golden_options;
 mod hidden_window;
 mod kernel_bugs;
 mod kernels;
 mod leaving;
+mod logit_options;
 mod long_contexts;
 mod never_ran;
 mod other_devices;

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 
 use bytemuck::{Pod, cast_slice};
 use paged_kv::shaders::{
-    Kernel, LayerParams, MAX_QUERIES, PREFILL_QUERIES, StepParams, TensorParams, VariantKey,
+    HeadParams, Kernel, LayerParams, MAX_QUERIES, PREFILL_QUERIES, StepParams, TensorParams, VariantKey,
 };
 use paged_kv::{
     ActivationType, BlockCopy, BlockLayout, DecodeItem, MergeItem, PrefillItem, StepPlan, WorkSplit,
@@ -294,7 +294,9 @@ impl Raw<'_> {
             })
         };
         let params = uniform(bytemuck::bytes_of(&params));
-        let layer = uniform(bytemuck::bytes_of(&self.layer_params()));
+        let no_heads = HeadParams::default();
+        let layer =
+            uniform(&[bytemuck::bytes_of(&self.layer_params()), bytemuck::bytes_of(&no_heads)].concat());
         let tensors = uniform(bytemuck::bytes_of(&self.tensor_params()));
         let metadata = self.buffer(&metadata);
         let groups: [Vec<&wgpu::Buffer>; 4] = [

@@ -336,7 +336,7 @@ impl CpuAttention {
                 });
             }
         });
-        reference::attention_merge(&self.cache, &self.split.merge_items, partials.as_rows(), &mut output);
+        reference::attention_merge(&inputs, &self.split.merge_items, partials.as_rows(), &mut output);
         attended
     }
 }

@@ -23,6 +23,7 @@ fn config() -> SplitConfig {
         fixed_span_tokens: None,
         batch_invariant: false,
         dispatch_work_budget: u64::MAX,
+        reach: Reach::All,
     }
 }
 
@@ -319,6 +320,7 @@ fn nothing_overflows_or_hangs_at_the_edges() {
         fixed_span_tokens: None,
         batch_invariant: false,
         dispatch_work_budget: 0,
+        reach: Reach::All,
     };
     split(&[(1, 1), (3, 9), (1, 70)], &zeros);
     assert_eq!(split(&[], &config()).num_partials, 0);
@@ -349,6 +351,7 @@ proptest! {
             fixed_span_tokens,
             batch_invariant: false,
             dispatch_work_budget,
+            reach: Reach::All,
         };
         split(&sequences, &config);
     }
@@ -425,5 +428,125 @@ proptest! {
             ..config()
         };
         check_invariant(&sequences, &config, 64);
+    }
+}
+
+/// Under any reach, every query walks every key that it sees once, and its window begins in one of its spans: there it walks
+/// the first tokens. Nothing is walked a quantum or more before that.
+fn check_reach(sequences: &[(u32, u32)], config: &SplitConfig) {
+    let plan = plan(sequences);
+    let mut split = WorkSplit::default();
+    split.split(&plan, config);
+    let heads = config.heads_per_kv_head;
+    let whole = RowGroup {
+        prefill_items: 0..split.prefill_items.len() as u32,
+        merge_items: 0..split.merge_items.len() as u32,
+        ..RowGroup::default()
+    };
+    let groups = if split.groups.is_empty() { vec![whole] } else { split.groups.clone() };
+    let decodes = split.decode_items.iter().map(|item| PrefillItem {
+        sequence: item.sequence,
+        first_query: 0,
+        end_query: heads,
+        first_token: item.first_token,
+        end_token: item.end_token,
+        partial: item.partial,
+        num_spans: 1,
+        guarded_from: item.end_token,
+    });
+    let decodes: Vec<PrefillItem> = decodes.collect();
+    let mut checked = 0;
+    for group in groups {
+        let prefills =
+            &split.prefill_items[group.prefill_items.start as usize..group.prefill_items.end as usize];
+        let merges = &split.merge_items[group.merge_items.start as usize..group.merge_items.end as usize];
+        // Of each query, its spans in their order, with their partial results.
+        let mut walks = std::collections::BTreeMap::<(u32, u32), Vec<(Range<u32>, u32)>>::new();
+        let mut writers = std::collections::HashMap::new();
+        for item in decodes.iter().chain(prefills) {
+            let first_row = plan.query_starts[item.sequence as usize];
+            for query in item.first_query..item.end_query {
+                let row = first_row + query / heads;
+                let partial = match item.partial {
+                    DIRECT => DIRECT,
+                    partial => partial + (query / heads - item.first_query / heads) * item.num_spans,
+                };
+                let walk = walks.entry((row, query % heads)).or_default();
+                walk.push((item.first_token..item.end_token, partial));
+                if partial != DIRECT {
+                    let span = (row, item.end_token.div_ceil(config.span_quantum));
+                    let other = writers.insert((partial, query % heads), span);
+                    assert!(other.is_none(), "partial result {partial} is written twice");
+                    assert!(partial < split.num_partials);
+                }
+            }
+        }
+        for ((row, _), walk) in walks {
+            checked += 1;
+            let sequence = plan.query_starts.partition_point(|&start| start <= row) - 1;
+            let position = plan.context_lens[sequence] - (plan.query_starts[sequence + 1] - row);
+            let [_, seen] = config.reach.visible(position);
+            let merged = merges
+                .iter()
+                .find(|merge| merge.row == row)
+                .map(|merge| merge.first_partial..merge.first_partial + merge.num_partials);
+            let used: Vec<&(Range<u32>, u32)> = walk
+                .iter()
+                .filter(|(_, partial)| match &merged {
+                    Some(merged) => merged.contains(partial),
+                    None => *partial == DIRECT,
+                })
+                .collect();
+            assert_eq!(used.len(), merged.map_or(1, |merged| merged.len()), "{row}: {walk:?}");
+            let start = used[0].0.start;
+            assert!(start <= seen.start && used[0].0.end > seen.start, "the window begins in the first span");
+            assert!(start.is_multiple_of(config.span_quantum));
+            let mut token = start;
+            for (span, _) in used {
+                assert_eq!(span.start, token, "spans follow one another");
+                token = span.end;
+            }
+            assert!(token >= seen.end);
+            // A tile's first row says where the tile begins.
+            let rows_of_tile = config.prefill_queries.div_ceil(heads) + 1;
+            let least = config.reach.visible(position.saturating_sub(rows_of_tile))[1].start;
+            assert!(start + config.span_quantum > least, "{start} is walked for what begins at {least}");
+        }
+    }
+    assert_eq!(checked, plan.query_starts.last().unwrap_or(&0) * heads, "every query is computed");
+    assert!(config.fixed_span_tokens.is_some() || split.num_partials <= config.max_partials);
+}
+
+proptest! {
+    #[test]
+    fn every_split_walks_every_key_that_a_row_sees_once(
+        sequences in prop::collection::vec((1..40u32, 0..700u32), 0..6),
+        (heads_per_kv_head, prefill_queries) in (1..5u32, 1..19u32),
+        (target_workgroups, max_partials) in (0..600u32, 50..300u32),
+        quantum in 0..7u32,
+        (fixed, batch_invariant) in (prop::option::of(1..300u32), any::<bool>()),
+        reach in prop_oneof![
+            (1..300u32, 0..80u32).prop_map(|(tokens, first)| Reach::Window { tokens, first }),
+            (1..300u32).prop_map(|tokens| Reach::Chunk { tokens }),
+            Just(Reach::All),
+        ],
+    ) {
+        let sequences: Vec<_> = sequences.into_iter().map(|(rows, past)| (rows, rows + past)).collect();
+        let fixed_span_tokens = if batch_invariant { Some(fixed.unwrap_or(64)) } else { fixed };
+        let config = SplitConfig {
+            workgroups_per_item: 1,
+            workgroups_per_tile: 1,
+            heads_per_kv_head,
+            prefill_queries,
+            span_quantum: 1 << quantum,
+            target_workgroups,
+            // Room for one row at least.
+            max_partials: if batch_invariant { max_partials + 800 } else { max_partials },
+            fixed_span_tokens,
+            batch_invariant,
+            reach,
+            ..config()
+        };
+        check_reach(&sequences, &config);
     }
 }

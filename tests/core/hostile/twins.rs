@@ -6,9 +6,18 @@ use paged_kv::reference::{
     attention_merge, attention_prefill, dense_attention,
 };
 use paged_kv::{
-    BlockCopy, BlockSwap, CacheConfig, DecodeItem, KvCache, KvPart, MergeItem, ModelShape, PrefillItem,
-    SplitConfig, StepBuilder, StepPlan, TableId, WorkSplit,
+    BlockCopy, BlockSwap, CacheConfig, DecodeItem, KvCache, KvPart, LogitRule, MergeItem, ModelShape,
+    PrefillItem, Reach, SplitConfig, StepBuilder, StepPlan, TableId, WorkSplit,
 };
+
+const REACHES: [Reach; 6] = [
+    Reach::All,
+    Reach::Window { tokens: 0, first: 0 },
+    Reach::Window { tokens: 3, first: u32::MAX },
+    Reach::Window { tokens: u32::MAX, first: 2 },
+    Reach::Chunk { tokens: 0 },
+    Reach::Chunk { tokens: 5 },
+];
 
 pub(super) struct Twins {
     pub(super) cache: KvCache,
@@ -54,6 +63,7 @@ impl World {
             fixed_span_tokens: if self.random.chance(50) { Some(self.number()) } else { None },
             batch_invariant: self.random.chance(30),
             dispatch_work_budget: self.random.next() >> self.random.below(0..64),
+            reach: self.random.pick(&REACHES),
         }
     }
 
@@ -99,6 +109,7 @@ fn look(world: &mut World) {
     assert_eq!(cpu.heads_per_kv_head() * cpu.layout().block().num_kv_heads(), cpu.num_query_heads());
     assert!(!cpu.tables().is_empty() && cpu.words().len() == cpu.words_mut().len());
     assert!(cpu.host_blocks() < 8);
+    assert_eq!(cpu.group().num_query_heads(), cpu.num_query_heads());
 }
 
 fn split_config(world: &mut World) {
@@ -204,7 +215,9 @@ fn dense(world: &mut World) {
         num_kv_heads: small(world),
         k_head_dim: small(world),
         v_head_dim: small(world),
-        scale: f64::NAN,
+        reach: Reach::All,
+        logits: &LogitRule::new().with_scale(f32::NAN).with_slopes([1.0]),
+        layer: 1,
     });
 }
 
@@ -274,7 +287,7 @@ fn with_inputs(world: &mut World, run: fn(&mut World, &AttentionInputs<'_>, Rows
 }
 
 fn inputs(world: &mut World) {
-    with_inputs(world, |_, inputs, _, _| assert!(inputs.scale > 0.0));
+    with_inputs(world, |_, inputs, _, _| assert!(inputs.cache.num_query_heads() > 0));
 }
 
 fn attend(world: &mut World) {
@@ -307,7 +320,7 @@ fn merge(world: &mut World) {
             num_partials: world.number() % 100,
             padding: 0,
         };
-        attention_merge(inputs.cache, &[item], partials.as_rows(), &mut output);
+        attention_merge(inputs, &[item], partials.as_rows(), &mut output);
     });
 }
 
@@ -329,6 +342,7 @@ pub(super) const CALLS: &[(&str, Call)] = &[
     ("CpuCache::new", new),
     ("CpuCache::layout", look),
     ("CpuCache::num_query_heads", look),
+    ("CpuCache::group", look),
     ("CpuCache::heads_per_kv_head", look),
     ("CpuCache::output_len", look),
     ("CpuCache::partial_len", look),

@@ -3,7 +3,7 @@
 use crate::hostile::{Call, World};
 use paged_kv::{
     ArenaLayout, BlockId, BlockLayout, CacheConfig, ConfigError, KvFormat, KvPart, KvType, LayerGroup,
-    MAX_PADDING_PERCENT, ModelShape, Reach, RequestId, SequenceId, StepId,
+    LogitRule, MAX_PADDING_PERCENT, ModelShape, Reach, RequestId, SequenceId, StepId,
 };
 
 pub(super) struct Values {
@@ -37,7 +37,31 @@ impl World {
     fn group(&mut self, layers: Vec<u32>) -> LayerGroup {
         let (heads, head_dim) = (1 << self.random.below(0..4), 64 << self.random.below(0..3));
         let group = LayerGroup::new(layers, 2 * heads, heads, head_dim).with_reach(self.reach());
+        let group = if self.random.chance(10) { group.with_logits(self.logits()) } else { group };
         if self.random.chance(20) { group.with_v_head_dim(self.number()) } else { group }
+    }
+
+    fn logits(&mut self) -> LogitRule {
+        let numbers = [0.0, -1.0, 0.5, 30.0, f32::NAN, f32::INFINITY, f32::MAX, f32::MIN_POSITIVE];
+        let mut rule = LogitRule::new();
+        if self.random.chance(50) {
+            rule = rule.with_scale(self.random.pick(&numbers));
+        }
+        if self.random.chance(50) {
+            rule = rule.with_soft_cap(self.random.pick(&numbers));
+        }
+        let mut some = || -> Vec<f32> {
+            let count = self.random.below(0..20);
+            (0..count).map(|_| self.random.pick(&numbers)).collect()
+        };
+        let (slopes, sinks) = (some(), some());
+        match self.random.below(0..4) {
+            0 => rule = rule.with_slopes(slopes),
+            1 => rule = rule.with_sinks(sinks),
+            2 => rule = rule.with_slopes(slopes).with_sinks(sinks),
+            _ => {}
+        }
+        rule
     }
 
     fn shape(&mut self) -> (ModelShape, KvFormat) {
@@ -225,9 +249,23 @@ fn groups(world: &mut World) {
     let read = shape.groups().next().unwrap();
     assert_eq!(read.layers().collect::<Vec<_>>(), [2, 0, 1]);
     assert_eq!(read.num_layers(), 3);
-    assert_eq!(read.num_query_heads(), 2 * read.num_kv_heads());
+    assert_eq!(read.heads_per_kv_head(), read.num_query_heads() / read.num_kv_heads());
     assert_eq!((read.head_dim(), read.v_head_dim()), (group.head_dim(), group.v_head_dim()));
     assert_eq!(read.reach(), group.reach());
+}
+
+/// A rule says what it was given, and nothing of layers and heads that it has no numbers for.
+fn logit_rule(world: &mut World) {
+    let rule = world.logits();
+    let (layer, heads) = (world.number(), world.number());
+    assert!(rule.sinks(layer, heads).len() <= heads as usize);
+    assert_eq!(rule.has_slopes(), rule.slopes().len() > 0);
+    assert!(rule.has_sinks() || rule.sinks(0, heads).len() == 0);
+    assert!(rule != LogitRule::new() || (rule.soft_cap().is_none() && rule.scale(64) == 0.125));
+    let count = world.small();
+    assert_eq!(LogitRule::alibi_slopes(count).len(), count as usize);
+    let shape = ModelShape::new(1, 2, 1, 8).with_logits(rule.clone()).with_reach(world.reach());
+    assert_eq!(shape.groups().next().map(LayerGroup::logits), Some(&rule));
 }
 
 /// Groups of a configuration that was taken: their stacks follow one another.
@@ -301,6 +339,23 @@ pub(super) const CALLS: &[(&str, Call)] = &[
     ("LayerGroup::head_dim", groups),
     ("LayerGroup::v_head_dim", groups),
     ("LayerGroup::reach", groups),
+    ("LayerGroup::heads_per_kv_head", groups),
+    ("LayerGroup::logits", logit_rule),
+    ("LayerGroup::with_logits", logit_rule),
+    ("LogitRule::new", logit_rule),
+    ("LogitRule::with_scale", logit_rule),
+    ("LogitRule::with_soft_cap", logit_rule),
+    ("LogitRule::with_slopes", logit_rule),
+    ("LogitRule::with_sinks", logit_rule),
+    ("LogitRule::alibi_slopes", logit_rule),
+    ("LogitRule::scale", logit_rule),
+    ("LogitRule::soft_cap", logit_rule),
+    ("LogitRule::slopes", logit_rule),
+    ("LogitRule::sinks", logit_rule),
+    ("LogitRule::has_sinks", logit_rule),
+    ("LogitRule::has_slopes", logit_rule),
+    ("ModelShape::with_logits", logit_rule),
+    ("ModelShape::with_reach", logit_rule),
     ("ModelShape::of_groups", groups),
     ("ModelShape::groups", groups),
     ("GroupLayout::reach", group_layouts),

@@ -8,8 +8,8 @@
 //! of the history.
 
 use crate::simulated_device::{EMPTY, then};
-use paged_kv::ModelShape;
 use paged_kv::reference::{DenseInputs, dense_attention};
+use paged_kv::{LogitRule, ModelShape, Reach};
 use std::collections::HashMap;
 
 pub(crate) const SHAPE: ModelShape = ModelShape::new(LAYERS as u32, 2, 1, HEAD as u32);
@@ -108,7 +108,9 @@ fn compute(salt: u64, token: u32, history: &[Node]) -> Node {
             num_kv_heads: 1,
             k_head_dim: HEAD as u32,
             v_head_dim: HEAD as u32,
-            scale: 1.0 / (HEAD as f64).sqrt(),
+            reach: Reach::All,
+            logits: &LogitRule::new(),
+            layer: 0,
         });
         node.outputs[layer] = std::array::from_fn(|index| dense.output[index] as f32);
     }

@@ -195,7 +195,9 @@ impl Rig {
             num_kv_heads: self.shape.num_kv_heads(),
             k_head_dim: self.k_len as u32,
             v_head_dim: self.v_len as u32,
-            scale: 1.0 / (self.k_len as f64).sqrt(),
+            reach: self.cpu.group().reach(),
+            logits: self.cpu.group().logits(),
+            layer,
         })
     }
 
@@ -236,6 +238,35 @@ impl Rig {
         let tensors = self.tensors(&plan);
         self.write(&plan, &tensors);
         self.commit(plan);
+    }
+
+    /// Fills every slot that no later row of a table sees.
+    pub(crate) fn poison_unseen(&mut self, tables: &[TableId], poison: Poison) {
+        let layout = *self.cpu.layout();
+        let block = *layout.block();
+        let mut seen = std::collections::HashSet::new();
+        for &table in tables {
+            let len = self.kv.len(table).expect("a table");
+            for token in
+                self.cpu.group().reach().visible(len).into_iter().flatten().filter(|&token| token < len)
+            {
+                let id = self.cpu.table(table.row())[(token / block.block_size()) as usize];
+                seen.insert((id, token % block.block_size()));
+            }
+        }
+        for id in 0..layout.num_blocks() {
+            for slot in (0..block.block_size()).filter(|&slot| !seen.contains(&(id, slot))) {
+                for head in 0..block.num_kv_heads() {
+                    for (part, kv_type, words) in [
+                        (KvPart::K, block.k_type(), block.k_row_words()),
+                        (KvPart::V, block.v_type(), block.v_row_words()),
+                    ] {
+                        let start = layout.row_word(0, part, id, head, slot) as usize;
+                        self.cpu.words_mut()[start..start + words as usize].fill(poison.word(kv_type));
+                    }
+                }
+            }
+        }
     }
 
     /// Fills every slot that no table's length covers.

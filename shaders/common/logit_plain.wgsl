@@ -1,0 +1,5 @@
+// Logits are products times a scale.
+
+fn logit_of(product: f32) -> f32 {
+    return product * layer.scale_log2;
+}
