@@ -1,7 +1,7 @@
 //! How large a cache is: from the bytes, the context or the blocks that are asked for to a pool and its tables.
 //!
-//! All sizes are `u64`, and checked when a configuration is made. Nothing here computes an address: where a block lies, and
-//! what lies in it, is said by `layout.rs`.
+//! All sizes are `u64`, and checked when a configuration is made. Nothing here computes an address: `layout.rs` says
+//! where a block lies, and what lies in it.
 
 use crate::error::ConfigError;
 use crate::layout::{ArenaLayout, BlockLayout, MAX_ARENA_BYTES};
@@ -316,7 +316,7 @@ impl CacheConfig {
         self.stacks.bytes_per_token()
     }
 
-    /// Bytes of one block: a token's of all layers, where they are alike, times its tokens, and of one stack's otherwise.
+    /// Bytes of one block: its tokens' keys and values in all layers where these are alike, otherwise in one stack.
     pub fn bytes_per_block(&self) -> u64 {
         self.stacks.block_bytes
     }

@@ -4,13 +4,11 @@
 //! again: on a list of its retention), *held* (count of at least one), or *in transfer* (count zero, but pinned because a
 //! recorded copy still reads or fills it; it is shelved when the step ends). Every operation is O(1).
 //!
-//! Beside the reference count stands the number of *promised* tables that hold the block, and how many blocks there are in
-//! all that a promised table holds, or that are pinned content: what guaranteed admission counts, kept up to date block by
-//! block, so that an admission does not walk the pool.
+//! For guaranteed admission it also counts the *promised* tables that hold each block, and all blocks that a promised
+//! table holds or that are pinned content. These counts are kept block by block, so no admission walks the pool.
 //!
-//! Lists are intrusive: a block is on one at most. Free blocks are reused in the order in which they were released,
-//! oldest first, so that a released block keeps its content as long as possible; cached ones likewise, those of the
-//! lowest retention first.
+//! Lists are intrusive: a block is on one at most. Free blocks are reused in the order of their release, oldest first:
+//! a released block keeps its content as long as possible. So are cached ones, those of the lowest retention first.
 
 use crate::cache::prefix_cache::Retention;
 use crate::ids::BlockId;
@@ -102,7 +100,7 @@ impl BlockPool {
         self.ref_counts.len() as u32
     }
 
-    /// Blocks that hold nothing anybody may ask for.
+    /// Blocks whose content cannot be asked for.
     #[inline]
     pub(super) fn num_free(&self) -> u32 {
         self.lists[FREE].len
@@ -247,8 +245,8 @@ impl BlockPool {
         self.promised.get(block.0 as usize).copied().unwrap_or(0)
     }
 
-    /// A promised table holds `block` from now on. What it holds `alone`, it has been promised whether others hold it as
-    /// well or not: windows move on.
+    /// A promised table holds `block` from now on. A block that it holds `alone` is promised to it whether others hold
+    /// it or not: windows move on.
     pub(super) fn promise(&mut self, block: BlockId, alone: bool) {
         if self.promised.is_empty() {
             self.promised.resize(self.ref_counts.len(), 0);

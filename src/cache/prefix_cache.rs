@@ -55,8 +55,8 @@ pub enum Retention {
     Normal,
     /// Evicted after all others.
     High,
-    /// Stays, but for two cases: the cache's cap, and a sequence that could not run even alone. Then what is pinned for a
-    /// limited time goes first, for it goes anyway.
+    /// Stays, with two exceptions: the cache's cap, and a sequence that could not run even alone. Then what is pinned
+    /// for a limited time goes first, because it goes anyway.
     Pinned,
 }
 
@@ -124,7 +124,7 @@ fn shared_by(namespace: &Namespace) -> Namespace {
     if fault!(NamespaceIgnored) { Namespace::default() } else { *namespace }
 }
 
-/// A time to live as a node has it. The longest limited one cannot be told from the next longest by anybody.
+/// A time to live as a node has it. The longest limited one counts as the next longest.
 fn node_ttl(ttl_steps: Option<u32>) -> u32 {
     ttl_steps.map_or(FOR_EVER, |steps| steps.min(FOR_EVER - 1))
 }
@@ -203,7 +203,7 @@ pub(super) struct PrefixCache {
     /// Nodes with a limited time, as of when their last holder gave them up.
     expiries: ExpiryQueue,
     num_nodes: u32,
-    /// Nodes that walks down the tree have come by: what tests of costs count.
+    /// Nodes that walks down the tree have visited: what tests of costs count.
     #[cfg(test)]
     pub(super) visits: std::cell::Cell<u64>,
 }
@@ -562,7 +562,7 @@ impl PrefixCache {
         self.evicted[place] = trace_of(hash) | if why == MissReason::Expired { EXPIRED } else { EVICTED };
     }
 
-    /// Remembers of all nodes that they are evicted.
+    /// Remembers all nodes as evicted.
     pub(super) fn note_all_evictions(&mut self) {
         for node in (0..self.nodes.len() as u32).map(NodeId) {
             if self.is_node(node) {

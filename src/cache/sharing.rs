@@ -36,8 +36,8 @@ impl KvCache {
         }
     }
 
-    /// How many of `tokens` are in the prefix cache: never the last one, which has to be computed for its logits, and
-    /// tokens of a block's beginning count, too. Changes nothing.
+    /// How many of `tokens` are in the prefix cache. Tokens of a block's beginning count; the last token never does,
+    /// because it has to be computed for its logits. Changes nothing.
     pub fn find_prefix(&self, namespace: &Namespace, tokens: &[TokenId]) -> u32 {
         let (mut hashes, mut found) = (Vec::new(), PrefixMatch::default());
         self.extend_hashes(namespace, tokens, &mut hashes);
@@ -488,9 +488,9 @@ impl KvCache {
         self.pool.set_cached(own, retention, limited);
     }
 
-    /// Keeps a node for longer, and retains it better, if `keep` says so of the node at `place`; blocks of windows, where a
-    /// hit at the end of what is retained needs them, and pinned only where the table of `row` holds them: others were
-    /// available, and may be promised.
+    /// Keeps a node for longer, and retains it better, if `keep` says so of the node at `place`. Blocks of windows are
+    /// kept where a hit at the end of what is retained needs them. They are pinned only where the table of `row` holds
+    /// them: others were available, and may be promised.
     fn raise_keep(&mut self, row: usize, node: NodeId, place: u32, keep: Keep, retain: &[RetainRange]) {
         let Some(prefix) = &mut self.prefix else { return };
         prefix.keep_for(node, keep.ttl_steps);

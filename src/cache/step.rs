@@ -39,7 +39,7 @@ pub(super) enum Undo {
     },
 }
 
-/// What more tokens take that a table is to hold: computed once, and then [grown](KvCache::grow) by.
+/// What it takes for a table to hold more tokens: computed once, then [grown](KvCache::grow) by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Growth {
     pub(crate) table: TableId,
@@ -96,7 +96,7 @@ impl KvCache {
         Ok(self.count_growth(self.live(table)?, table, num_tokens, self.free_blocks()).needed())
     }
 
-    /// What `num_tokens` more tokens take of a table that can grow, where copies that can be done without spend at most
+    /// What `num_tokens` more tokens of a table that can grow take. Copies that can be done without take at most
     /// `spare` blocks in all.
     pub(crate) fn growth(&self, table: TableId, num_tokens: u32, spare: u32) -> Result<Growth, CacheError> {
         let row = self.idle(table)?;
@@ -214,7 +214,7 @@ impl KvCache {
     }
 
     /// Gives back what the rows after a table's tokens do not see any more: blocks behind windows, on the length that is
-    /// committed. A rollback does not bring them back, for nothing needs them at that length.
+    /// committed. A rollback does not bring them back: nothing needs them at that length.
     pub(crate) fn slide(&mut self, table: TableId) {
         let row = table.row as usize;
         for lane in 0..self.lanes.len() {

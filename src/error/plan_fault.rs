@@ -7,7 +7,7 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PlanFault {
-    /// An array has not the length that the others ask for.
+    /// An array does not have the length that the others ask for.
     Length {
         /// Which array.
         array: &'static str,

@@ -97,7 +97,7 @@ pub(super) fn still_needed(cache: &KvCache, sequence: &Sequence) -> u32 {
 /// Blocks that a sequence and all its samples hold at most, if it is `cut`. Samples share what the input fills and what
 /// lasts, and nothing else.
 pub(super) fn at_most(cache: &KvCache, sequence: &Sequence, cut: Option<u32>) -> u64 {
-    // Should samples part before the cut is made, the one that is cut computes its last token apart from the others.
+    // Should samples part before the cut is made, the one that is cut computes its last token by itself.
     let apart = u32::from(sequence.is_planned());
     let input = cut.map_or(sequence.terms.input_len, |len| (len - apart).min(sequence.terms.input_len));
     cache.side_by_side(input, sequence.terms.max_tokens, sequence.width())

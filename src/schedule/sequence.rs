@@ -1,5 +1,5 @@
 //! One sequence's record, and the states that it goes through. [`Sequences`] owns all records and the queues they stand in;
-//! it alone changes them. Everybody else reads.
+//! it alone changes them; all others read.
 //!
 //! ```text
 //!      add, add_branch                             part

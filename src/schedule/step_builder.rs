@@ -1,6 +1,6 @@
 //! [`StepBuilder`]: turns pushes of tokens into the flat arrays of a [`StepPlan`], over a [`KvCache`].
 //!
-//! The scheduler and applications with a scheduler of their own build their steps here; nobody else writes a plan.
+//! The scheduler and applications with a scheduler of their own build their steps here; nothing else writes a plan.
 
 use crate::cache::{Growth, KvCache};
 use crate::error::{CacheError, CommitError};
@@ -13,7 +13,7 @@ use std::ops::Range;
 pub struct StepBuilder<'a> {
     cache: &'a mut KvCache,
     plan: StepPlan,
-    /// Rows that the plan shall have at least.
+    /// The fewest rows that the plan is to have.
     padded_rows: u32,
 }
 

@@ -4,8 +4,8 @@
 //! (spans of keys); one with more becomes prefill items (tiles of query rows, and spans of keys where the tiles alone do
 //! not fill the device: a few drafts to verify, or the end of a prompt, over a long context). Spans of one row are merged
 //! exactly, so every cut gives the same result up to rounding. With [`SplitConfig::fixed_span_tokens`] the cuts of a row
-//! that is a sequence's only one in the step depend on its own context alone; with [`SplitConfig::batch_invariant`] those of
-//! every row, and its bits on nothing but its query and its keys (`row_groups.rs`).
+//! that is a sequence's only one in the step depend on its own context alone. With [`SplitConfig::batch_invariant`]
+//! those of every row do, and its bits depend on nothing but its query and its keys (`row_groups.rs`).
 //!
 //! Numbers of zero in a [`SplitConfig`] count as one.
 
@@ -87,7 +87,7 @@ pub struct PrefillItem {
 }
 
 impl PrefillItem {
-    /// Words of an item as shaders read it, which have the number from here.
+    /// Words of an item as shaders read it: they take the number from here.
     pub const WORDS: u32 = 8;
 
     /// The item as shaders read it.
