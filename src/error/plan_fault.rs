@@ -1,4 +1,4 @@
-//! What can be wrong with a plan: numbers that no shader must see.
+//! What can be wrong with a plan: numbers that no shader may see.
 
 use std::error::Error;
 use std::fmt;
