@@ -50,7 +50,7 @@ fn a_sequence_stopped_early_holds_only_the_blocks_of_its_tokens() {
     let Schedule::Step(_plan) = scheduler.schedule() else { panic!("a step") };
     let stats = scheduler.stats();
     assert_eq!(stats.cache.held_blocks, 13 + 1);
-    // 2 x 256 blocks are promised, so nobody else is let in although 498 are free.
+    // 2 x 256 blocks are promised, so no other is let in although 498 are free.
     assert_eq!((stats.cache.free_blocks, stats.running, stats.waiting), (498, 2, 1));
     scheduler.abort(chat).unwrap();
     let Schedule::Step(plan) = scheduler.schedule() else { panic!("a step") };

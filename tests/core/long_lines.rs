@@ -33,6 +33,6 @@ fn time_to_give_up(len: usize) -> Duration {
 fn b77_giving_up_a_place_in_line_does_not_walk_the_line() {
     let (short, long) = (time_to_give_up(1_000), time_to_give_up(100_000));
     println!("100 requests of 1,000: {short:?}, of 100,000: {long:?}");
-    // A hundred times as long a line: some tree's depth more, not a hundred times as much.
+    // A line a hundred times as long adds to the depth of some tree, and does not take a hundred times as long.
     assert!(long < 10 * short, "{short:?} in a line of 1,000 and {long:?} in one of 100,000");
 }

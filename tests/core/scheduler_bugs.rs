@@ -158,7 +158,7 @@ fn b45_a_turn_without_new_tokens_computes_one_token_again() {
         let chat = scheduler.add(Request::new(vec![1; len]).max_new_tokens(0).keep(true)).unwrap();
         run(&mut scheduler);
         assert_eq!(scheduler.computed_tokens(chat), Some(len as u32));
-        // Somebody else shares all of it and must not notice.
+        // A branch shares all of it and must not notice.
         let branch = scheduler.fork(chat, len, Request::new(vec![7]).max_new_tokens(9)).unwrap();
         scheduler.extend(chat, Request::new(Vec::new()).max_new_tokens(1)).unwrap();
         let shared = scheduler.stats().cache.shared_blocks;
