@@ -14,7 +14,7 @@ fn rig(gpu: &TestDevice) -> DeviceRig<'_> {
     DeviceRig::new(gpu, Rig::new((2, 1, 8), KvType::F32, 4, 16), AttentionOptions::default())
 }
 
-/// Records a step of `rig` into an encoder of `other`, and submits it there; what wgpu had to say to `other` of it.
+/// Records a step of `rig` into an encoder of `other`, and submits it there; what wgpu had to say to `other` about it.
 fn submit_elsewhere(rig: &mut DeviceRig<'_>, other: &TestDevice) -> Option<wgpu::Error> {
     let table = rig.host.open();
     let plan = rig.host.plan(&[(table, 3)]);
