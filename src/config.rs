@@ -219,8 +219,8 @@ impl CacheConfig {
         }
     }
 
-    /// The most blocks that fit into `bytes` with the tables that they need: how many sequences of which length these are
-    /// for depends on the blocks, so they are searched for.
+    /// The most blocks that fit into `bytes` with the tables that they need. How large these are depends on the number
+    /// of blocks, so that is searched for.
     fn most_blocks_within(&self, bytes: u64) -> Result<u32, ConfigError> {
         let total = |num_blocks: u32| {
             let mut config = self.clone();
@@ -250,8 +250,8 @@ impl CacheConfig {
         &self.stacks.groups
     }
 
-    /// The share of all blocks' bytes that no layer uses: what it costs that one pool serves groups of layers whose numbers
-    /// or rows do not divide. None of a model with one group.
+    /// The share of all blocks' bytes that no layer uses: what it costs that one pool serves groups of layers whose
+    /// numbers or rows do not divide. 0 for a model with one group.
     pub fn padding_share(&self) -> f64 {
         self.stacks.padding().max(0.0)
     }

@@ -85,12 +85,12 @@ impl KvCache {
         self.slides
     }
 
-    /// Windows are reckoned with at most `rows` rows of a sequence in a step.
+    /// Windows are sized for at most `rows` rows of a sequence in a step.
     pub(crate) fn reckon_with(&mut self, rows: u32) {
         self.rows_at_most = rows;
     }
 
-    /// The most rows of a sequence in a step that windows are reckoned with.
+    /// The most rows of a sequence in a step that windows are sized for.
     pub(crate) fn rows_at_most(&self) -> u32 {
         self.rows_at_most
     }

@@ -464,8 +464,8 @@ impl KvCache {
         }
     }
 
-    /// Whether a table has before `entry`, a block of `node`, what the prefix cache has there, or nothing: only then are
-    /// those that share the block alike before it.
+    /// Whether what a table has before `entry`, a block of `node`, is what the prefix cache has there, or nothing: only
+    /// then do those that share the block agree before it.
     fn follows(&self, row: usize, lane: usize, entry: u32, node: NodeId) -> bool {
         let run = &self.tables[row].runs[lane];
         if self.nodes.is_simple() || entry == run.first {

@@ -23,7 +23,7 @@ pub(super) enum Undo {
         len: u32,
         parked: bool,
     },
-    /// The table was swapped out; what that moved is undone by itself.
+    /// The table was swapped out; what that moved is undone separately.
     Parked {
         table: TableId,
     },
@@ -313,7 +313,7 @@ impl KvCache {
         self.grow(self.growth(table, num_tokens, self.free_blocks())?)
     }
 
-    /// Sees to it that the block that the next token is written into is this table's alone.
+    /// Makes the block that the next token is written into this table's alone.
     fn make_tail_writable(&mut self, growth: Growth, lane: usize) {
         let Growth { table, start, copies, lent, .. } = growth;
         let Some(entry) = self.lanes[lane].tail_of(start) else { return };
