@@ -358,7 +358,7 @@ fn documents_have_no_line_above_200_characters_and_the_front_page_1500_words() {
 }
 
 /// What users looked for and did not find, or found wrong, by the page that says it.
-const TOLD: [(&str, &[&str]); 8] = [
+const TOLD: [(&str, &[&str]); 11] = [
     (
         "README.md",
         &[
@@ -383,6 +383,7 @@ const TOLD: [(&str, &[&str]); 8] = [
             "positions encoded (RoPE)",
             "One `BoundTensors` serves all layers",
             "without waiting for the device",
+            "agree with those that it has alone, but not in every bit",
             "from a tick of your own",
             "waits without a limit",
         ],
@@ -397,12 +398,16 @@ const TOLD: [(&str, &[&str]); 8] = [
             "| tree drafts |",
             "| sessions on disk |",
             "| elastic pools |",
+            "On DX12, bring `dxcompiler.dll` along",
         ],
     ),
     ("docs/comparison.md", &["| stored types | f32, f16 | f16 only |"]),
     ("docs/prefix-cache.md", &["one placeholder id", "**Kept chats are not covered**"]),
     ("src/gpu/options.rs", &["What is not cut may exceed it", "a driver's watchdog counts submissions"]),
     ("src/gpu/tensors.rs", &["`[rows, num_query_heads, head_dim]`, positions encoded"]),
+    ("src/cache/forget.rs", &["O(blocks of the pool + table entries), however long the chains are"]),
+    ("src/schedule/abort.rs", &["O(log sequences + blocks given back), for each sample"]),
+    ("src/schedule/planner.rs", &["O(running sequences + rows + new blocks)"]),
     ("src/schedule/request.rs", &["exactly one [`Finished`](Self::Finished) in a turn"]),
 ];
 
