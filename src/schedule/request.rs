@@ -433,6 +433,10 @@ impl fmt::Display for FinishReason {
 }
 
 /// What happened since the last commit, in its order.
+///
+/// Every sequence has exactly one [`Finished`](Self::Finished) in a turn, in the commit that ends it or, where it was
+/// aborted, in the next one: whether it waited, ran or was in the outstanding step. What has finished and is only kept
+/// does not finish again.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum StepEvent {

@@ -28,7 +28,8 @@ pub struct SplitConfig {
     pub workgroups_per_tile: u32,
     /// Query heads per kv head.
     pub heads_per_kv_head: u32,
-    /// (row, query head) pairs that one prefill workgroup handles.
+    /// (row, query head) pairs that one prefill workgroup handles. The lists have an item for so many, and take memory
+    /// accordingly.
     pub prefill_queries: u32,
     /// Spans start at multiples of this many tokens: a multiple of the block size and of the key tile of the kernel that
     /// runs them.

@@ -11,6 +11,7 @@ mod device_loss;
 mod device_rig;
 mod embedding;
 mod hidden_window;
+mod hostile;
 mod kernel_bugs;
 mod kernels;
 mod leaving;

@@ -67,7 +67,7 @@ fn check(one: &TestDevice, other: &TestDevice, computes: bool) {
 }
 
 #[test]
-fn commands_for_two_devices_are_an_error_of_wgpu_and_the_next_step_is_computed() {
+fn b59_commands_for_two_devices_are_an_error_of_wgpu_and_the_next_step_is_computed() {
     // Of one instance: objects of two go unnoticed by wgpu, which tells them apart by number.
     let noop = TestAdapter::noop(Limits::default(), Features::empty(), 8..=8);
     check(&open(&noop), &open(&noop), false);
