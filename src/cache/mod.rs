@@ -584,7 +584,7 @@ impl KvCache {
         let mut stats = CacheStats {
             num_blocks: self.pool.num_blocks(),
             free_blocks: self.pool.num_free(),
-            cached_blocks: self.pool.num_evictable() + self.pool.num_retained(),
+            cached_blocks: self.pool.num_cached(),
             pinned_blocks: self.pool.num_retained(),
             held_blocks: self.pool.num_held(),
             shared_blocks: self.pool.num_shared(),

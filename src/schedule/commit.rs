@@ -19,9 +19,8 @@ impl Scheduler {
     /// [`CommitError::TooManyAccepted`]: the step is not committed, and the next [`schedule`](Self::schedule) rolls it
     /// back.
     pub fn commit(&mut self, plan: StepPlan, results: &[RowResult]) -> Result<&[StepEvent], CommitError> {
-        self.cache.check_plan(&plan)?;
+        self.cache.check_step(plan.cache_instance, plan.step)?;
         check_results(&plan, results)?;
-        self.events.forget_told();
         if self.cache.finish_step() {
             self.sequences.lose(&self.cache);
         }
@@ -48,9 +47,9 @@ impl Scheduler {
             self.forget_own_tails();
         }
         self.stats.steps += 1;
+        self.cache.check_poison()?;
         let waste = self.cache.tail_waste_tokens();
         self.stats.tail_waste_tokens_peak = self.stats.tail_waste_tokens_peak.max(waste);
-        self.cache.check_poison()?;
         Ok(self.events.tell())
     }
 

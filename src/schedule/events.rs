@@ -27,16 +27,16 @@ impl Events {
         self.list.retain(|event| !is_it(event));
     }
 
-    /// Begins a commit: what the last one has told is not told again.
-    pub(super) fn forget_told(&mut self) {
+    /// Ends a commit, which tells them; what the last one has told is not told again.
+    pub(super) fn tell(&mut self) -> &[StepEvent] {
+        self.forget_told();
+        self.are_told = true;
+        &self.list
+    }
+
+    fn forget_told(&mut self) {
         if std::mem::take(&mut self.are_told) {
             self.list.clear();
         }
-    }
-
-    /// Ends a commit, which tells them.
-    pub(super) fn tell(&mut self) -> &[StepEvent] {
-        self.are_told = true;
-        &self.list
     }
 }
