@@ -388,10 +388,12 @@ impl BlockPool {
         if shelved {
             self.unshelve(block);
         }
-        let counts = self.promised_holders(block) == 0;
-        self.promises.pinned -= u32::from(counts && self.is_pinned_content(block));
-        self.flags[block.0 as usize] = change(self.flags[block.0 as usize]);
-        self.promises.pinned += u32::from(counts && self.is_pinned_content(block));
+        let flags = &mut self.flags[block.0 as usize];
+        let before = std::mem::replace(flags, change(*flags));
+        let pins = [before, *flags].map(|flags| u32::from(flags & (CACHED | RETENTION) == PINNED_CONTENT));
+        if pins[0] != pins[1] && self.promised_holders(block) == 0 {
+            self.promises.pinned = self.promises.pinned - pins[0] + pins[1];
+        }
         if shelved {
             self.shelve(block);
         }

@@ -114,15 +114,10 @@ impl Scheduler {
     /// Lets others find a sequence's full blocks, as far as they are confirmed: all that it has computed.
     pub(super) fn register_blocks(&mut self, index: Index) {
         let sequence = self.sequences.confirm(index);
-        let Some(table) = sequence.table().filter(|_| self.config.prefix_cache.is_some()) else { return };
-        let node_tokens = self.cache.node_tokens();
-        let (full, input_len) = (sequence.confirmed() / node_tokens, sequence.terms.input_len);
-        let registered = self.cache.registered_nodes(table);
-        if registered >= full {
-            return;
-        }
-        self.sequences.register(index, table, full * node_tokens, &mut self.cache);
-        if (registered + 1) * node_tokens <= input_len && self.cache.registered_nodes(table) > registered {
+        let Some(table) = sequence.table() else { return };
+        let (len, input_len) = (sequence.confirmed(), sequence.terms.input_len);
+        let more = self.sequences.register(index, table, len, &mut self.cache);
+        if more.is_some_and(|end| end <= input_len) {
             // Those that were refused may find an equal prompt now.
             self.ledger.note_given_up();
             self.sequences.wake_behind(index);
@@ -134,9 +129,7 @@ impl Scheduler {
         let sequence = &self.sequences[index];
         let Some(table) = sequence.table() else { return };
         let (namespace, known) = (&sequence.terms.namespace, &sequence.tokens()[..len as usize]);
-        let mut hashes = Vec::new();
-        self.cache.extend_hashes(namespace, known, &mut hashes);
-        self.cache.register(table, namespace, known, &hashes, &[]);
+        self.cache.register(table, namespace, known, &mut Vec::new(), &[]);
     }
 
     /// No request finds what an invalid sequence computed, nor what continues it.

@@ -190,18 +190,17 @@ impl Sequences {
         cache.find_match(&terms.namespace, tokens, hashes, found);
     }
 
-    /// Has the prefix cache know a sequence's first `len` tokens, whole nodes, which are in `table`.
+    /// Has the prefix cache know the full nodes of a sequence's first `len` tokens, which are in `table`. Returns how many
+    /// tokens end with the first that is new to the table, if any is.
     pub(in crate::schedule) fn register(
         &mut self,
         index: Index,
         table: TableId,
         len: u32,
         cache: &mut KvCache,
-    ) {
+    ) -> Option<u32> {
         let Sequence { terms, tokens, hashes, .. } = self.record(index);
-        let tokens = &tokens[..len as usize];
-        cache.extend_hashes(&terms.namespace, tokens, hashes);
-        cache.register(table, &terms.namespace, tokens, hashes, &terms.retain);
+        cache.register(table, &terms.namespace, &tokens[..len as usize], hashes, &terms.retain)
     }
 
     pub(in crate::schedule) fn note_lacking(&mut self, index: Index, lacking: Option<Lacking>) {
