@@ -20,13 +20,6 @@ pub(super) struct Keep {
     pub(super) ttl_steps: Option<u32>,
 }
 
-impl Keep {
-    /// Whether it ends.
-    pub(super) fn is_limited(&self) -> bool {
-        self.ttl_steps.is_some()
-    }
-}
-
 /// The best that those of `ranges` say which `matter`.
 fn best_of(ranges: &[RetainRange], matter: impl Fn(&RetainRange) -> bool) -> Keep {
     let best = ranges

@@ -390,7 +390,7 @@ impl KvCache {
         if self.is_plain {
             // The node is the block whose number it goes by.
             self.tables[row].registered += 1;
-            self.pool.set_cached(BlockId(node.0), keep.retention, keep.is_limited());
+            self.pool.set_cached(BlockId(node.0), keep.retention, keep.ttl_steps.is_some());
         } else {
             self.attach_own(row, place, node, keep, retain);
             self.step_to(row, node);

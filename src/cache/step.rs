@@ -383,7 +383,10 @@ impl KvCache {
         if instance != self.instance {
             return Err(CommitError::ForeignPlan { plan: instance, cache: self.instance });
         }
-        if self.is_outstanding(step) { Ok(()) } else { Err(CommitError::StalePlan { step }) }
+        if !self.outstanding || step != self.last_step {
+            return Err(CommitError::StalePlan { step });
+        }
+        Ok(())
     }
 
     /// Accepts the outstanding step: its growth stands, and the device has its tables. Returns whether tables were cut because

@@ -1,7 +1,8 @@
-//! The prefix cache as requests see it: what a sequence finds when it is let in, whom it waits for, and what it leaves.
+//! The prefix cache as requests see it: what a sequence finds when it is let in, whom it waits for, and what is forgotten.
 //!
-//! A sequence's full blocks are registered when a step of it commits with a valid result: that confirms all its tokens so
-//! far. So what an invalid or aborted sequence computed, and no result has confirmed, is never found by others (I6).
+//! A sequence's full blocks are registered when a step of it commits with a valid result (`sequence/results.rs`): that
+//! confirms all its tokens so far. So what an invalid or aborted sequence computed, and no result has confirmed, is never
+//! found by others (I6).
 
 use crate::cache::{KvCache, PrefixMatch};
 use crate::ids::TableId;
@@ -109,19 +110,6 @@ impl Scheduler {
             self.note_tail(index);
         }
         Ok(table)
-    }
-
-    /// Lets others find a sequence's full blocks, as far as they are confirmed: all that it has computed.
-    pub(super) fn register_blocks(&mut self, index: Index) {
-        let sequence = self.sequences.confirm(index);
-        let Some(table) = sequence.table() else { return };
-        let (len, input_len) = (sequence.confirmed(), sequence.terms.input_len);
-        let more = self.sequences.register(index, table, len, &mut self.cache);
-        if more.is_some_and(|end| end <= input_len) {
-            // Those that were refused may find an equal prompt now.
-            self.ledger.note_given_up();
-            self.sequences.wake_behind(index);
-        }
     }
 
     /// A fault: blocks can be found as soon as they are planned, before anything has computed them.
