@@ -104,7 +104,7 @@ pub struct KvCache {
     /// The configuration's, which each plan carries.
     fingerprint: u64,
     lanes: Vec<Lane>,
-    /// Whether there is one lane, which keeps everything.
+    /// Whether there is one lane, which keeps everything: then a node of the prefix cache is one block.
     is_plain: bool,
     /// Whether some lane gives blocks back while a sequence lives.
     slides: bool,

@@ -144,7 +144,7 @@ impl KvCache {
     /// How many of these nodes, from the first on, can be taken: up to the last one at whose end no lane lacks a block that
     /// is kept there.
     fn usable_nodes(&self, nodes: &[NodeId]) -> usize {
-        if self.nodes.is_simple() || fault!(HitLacksWindow) {
+        if self.is_plain || fault!(HitLacksWindow) {
             return nodes.len();
         }
         // Of each lane: from here on it lacks nothing.
@@ -167,7 +167,7 @@ impl KvCache {
     /// Whether no lane lacks what `rows` tokens of `node`, after `place` nodes that can be taken, need of it.
     fn is_usable_in_part(&self, place: u32, node: NodeId, rows: u32) -> bool {
         let len = place * self.node_tokens + rows;
-        self.nodes.is_simple()
+        self.is_plain
             || self.lanes.iter().all(|lane| {
                 let kept = lane.first_of(len)..lane.end_of(len);
                 let mut of_node = self.nodes.entries_at(lane, place).filter(|entry| kept.contains(entry));
@@ -335,8 +335,8 @@ impl KvCache {
         }
     }
 
-    /// Registers the full nodes of a table's first tokens, which are committed and valid, and brings the hashes of these up to
-    /// date. Returns how many tokens end with the first node that the table was not before, if it is more nodes now.
+    /// Registers the full nodes of a table's first tokens, which are committed and valid, and brings their hashes up to date.
+    /// Returns how many tokens end with the first of them that is new to the table, if any is.
     pub(crate) fn register(
         &mut self,
         table: TableId,
@@ -363,11 +363,12 @@ impl KvCache {
         (self.tables[row].registered > before).then_some((before + 1) * self.node_tokens)
     }
 
-    /// A table is one node more: the one that is known by this key, or a new one. Stops, with none, at a node that is known
-    /// already while others share this table's own block: replacing it for one of them would leave their order uneven. Stops
-    /// also at a node some of whose blocks are another one's, and at one that would go by a block that is not in the pool.
+    /// A table is one node more: the one that is known by this key, or a new one. None for a node that is known while others
+    /// share this table's own block: replacing it for one of them would leave their order uneven. None also for a node some of
+    /// whose blocks are another one's, and for one that would go by a block that is not in the pool.
     fn register_next(&mut self, row: usize, key: NodeKey<'_>, retain: &[RetainRange]) -> Option<NodeId> {
         let place = self.tables[row].registered;
+        // Where a node goes by a block, that block's number is its own.
         let entry = if self.is_plain { Some(place) } else { self.nodes.anchor_of(place) };
         let anchor = match entry {
             Some(entry) => Some(NodeId(self.tables[row].runs[0].block_at(entry)?.0)),
@@ -474,7 +475,7 @@ impl KvCache {
     /// those that share the block alike before it.
     fn follows(&self, row: usize, lane: usize, entry: u32, node: NodeId) -> bool {
         let run = &self.tables[row].runs[lane];
-        if self.nodes.is_simple() || entry == run.first {
+        if self.is_plain || entry == run.first {
             return true;
         }
         let lane = &self.lanes[lane];
