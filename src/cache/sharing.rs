@@ -337,6 +337,7 @@ impl KvCache {
 
     /// Registers the full nodes of a table's first tokens, which are committed and valid, and brings their hashes up to date.
     /// Returns how many tokens end with the first of them that is new to the table, if any is.
+    #[inline]
     pub(crate) fn register(
         &mut self,
         table: TableId,
@@ -346,9 +347,11 @@ impl KvCache {
         retain: &[RetainRange],
     ) -> Option<u32> {
         let (row, size) = (table.row as usize, self.node_tokens as usize);
-        let (before, full) = (self.tables[row].registered, (tokens.len() / size) as u32);
-        let prefix = self.prefix.as_ref().filter(|_| before < full)?;
-        if hashes.len() < full as usize {
+        let before = self.tables[row].registered;
+        // Most steps of a sequence fill no node.
+        let end = (before as usize + 1) * size;
+        let prefix = self.prefix.as_ref().filter(|_| end <= tokens.len())?;
+        if hashes.len() < tokens.len() / size {
             prefix.extend_hashes(namespace, tokens, hashes);
         }
         let mut parent = before.checked_sub(1).map(|last| self.node_at(row, last));
@@ -360,7 +363,7 @@ impl KvCache {
                 break;
             }
         }
-        (self.tables[row].registered > before).then_some((before + 1) * self.node_tokens)
+        (self.tables[row].registered > before).then_some(end as u32)
     }
 
     /// A table is one node more: the one that is known by this key, or a new one. None for a node that is known while others

@@ -46,12 +46,13 @@ impl Scheduler {
     }
 
     /// What follows for all others from what a sequence has computed and taken.
+    #[inline]
     fn settle_results(&mut self, index: Index, committed: Committed<'_>) {
         self.stats.recomputed_tokens += u64::from(committed.again);
         self.stats.prompt_tokens += u64::from(committed.input);
         let finished = match committed.next {
             Next::Aborts => return self.finish(index, FinishReason::Aborted),
-            Next::Parts => match self.part_samples(index, committed.answers) {
+            Next::Parts(answers) => match self.part_samples(index, answers) {
                 Carrier::Gone => return,
                 Carrier::Runs => None,
                 Carrier::Finished(reason) => Some(reason),

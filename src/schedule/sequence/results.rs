@@ -18,8 +18,6 @@ pub(in crate::schedule) struct Answers<'a> {
 
 /// What a commit has made of a sequence's record, and what others need to know of it.
 pub(in crate::schedule) struct Committed<'a> {
-    /// What it was asked and answered.
-    pub(in crate::schedule) answers: Answers<'a>,
     /// Rows that were computed before.
     pub(in crate::schedule) again: u32,
     /// Rows of input tokens that were not.
@@ -37,8 +35,8 @@ pub(in crate::schedule) struct Committed<'a> {
 pub(in crate::schedule) enum Next<'a> {
     /// It ends, because an application has ended it.
     Aborts,
-    /// Its input is computed: samples part, and then take their answers.
-    Parts,
+    /// Its input is computed: samples part, and then take these answers.
+    Parts(Answers<'a>),
     /// It has taken its answer.
     Took(Taken<'a>),
 }
@@ -57,6 +55,7 @@ pub(in crate::schedule) struct Taken<'a> {
 impl Sequence {
     /// Its rows are computed: those of known tokens all, those of drafts as far as they are accepted. The first of the
     /// answers that are `left` are its own.
+    #[inline]
     pub(super) fn commit<'a>(&mut self, left: &mut Answers<'a>, cache: &mut KvCache) -> Committed<'a> {
         let rows = std::mem::take(&mut self.planned_rows);
         let logits = std::mem::take(&mut self.planned_logits) as usize;
@@ -73,17 +72,18 @@ impl Sequence {
         let has_drafts = before + rows > len;
         let (is_asked, next) = (self.is_asked(), self.go_on(answers));
         let is_found_further = self.confirm(end, answers.results, cache);
-        Committed { answers, again, input, has_drafts, next, is_asked, is_found_further }
+        Committed { again, input, has_drafts, next, is_asked, is_found_further }
     }
 
     /// Takes its answer, unless it ends, or its samples part first.
+    #[inline]
     fn go_on<'a>(&mut self, answers: Answers<'a>) -> Next<'a> {
         if self.aborting {
             return Next::Aborts;
         }
         if !self.samples.is_empty() && self.computed >= self.tokens.len() as u32 {
             if self.samples.len() > 1 || !self.aborted_samples.is_empty() {
-                return Next::Parts;
+                return Next::Parts(answers);
             }
             // One that is alone has none to part from.
             self.samples.clear();
@@ -92,6 +92,7 @@ impl Sequence {
     }
 
     /// Appends what the `place`-th answer says, unless that lies behind a cut.
+    #[inline]
     pub(super) fn take_answer<'a>(&mut self, answers: Answers<'a>, place: usize) -> Taken<'a> {
         let mut taken = Taken { sequence: self.id, drafts: &[], next: None, reason: None };
         let (accepted, next) = match answers.results.get(place) {
@@ -137,6 +138,7 @@ impl Sequence {
 
     /// One valid result confirms all that was computed before it, the first `len` tokens, and a sequence that asks for none
     /// says so itself. Others find the full blocks of what is confirmed (I6). Returns whether they find more of its input now.
+    #[inline]
     fn confirm(&mut self, len: u32, results: &[RowResult], cache: &mut KvCache) -> bool {
         let is_complete = len == self.tokens.len() as u32 && len >= self.terms.max_tokens;
         let is_valid = is_complete || results.iter().any(|result| *result != RowResult::Invalid);

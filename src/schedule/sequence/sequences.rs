@@ -195,6 +195,7 @@ impl Sequences {
 
     /// A sequence has its rows of the step computed, and takes its answer of those that are `left`. Those in line that wait
     /// for what others can find now are asked again.
+    #[inline]
     pub(in crate::schedule) fn commit<'a>(
         &mut self,
         index: Index,
@@ -410,6 +411,7 @@ impl Sequences {
     // The record's own state: for this module alone.
 
     /// How a record is changed: by the functions of this module and its neighbours alone.
+    #[inline]
     pub(super) fn record(&mut self, index: Index) -> &mut Sequence {
         self.records[index].as_mut().expect("an index in a queue has a record")
     }
