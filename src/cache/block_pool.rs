@@ -20,6 +20,7 @@ const NUM_LISTS: usize = Retention::COUNT + 3;
 const RETAINED: usize = Retention::Pinned as usize;
 const FOR_EVER: usize = Retention::COUNT;
 const LOOSE_CONTENT: usize = Retention::COUNT + 1;
+/// After all that the prefix cache knows.
 const FREE: usize = Retention::COUNT + 2;
 /// Set in a block's flags while a copy of the outstanding step reads it, or a return fills it.
 const PINNED: u8 = 1 << 7;
@@ -32,6 +33,8 @@ const LIMITED: u8 = 1 << 4;
 /// Set while no likely hit needs a block that the prefix cache knows.
 const LOOSE: u8 = 1 << 3;
 const RETENTION: u8 = LOOSE - 1;
+/// What a block that the prefix cache keeps although others need blocks has of the two.
+const PINNED_CONTENT: u8 = CACHED | Retention::Pinned as u8;
 
 #[derive(Clone, Copy, Debug)]
 struct Links {
@@ -114,6 +117,11 @@ impl BlockPool {
     /// Blocks without a holder that are kept although others need blocks.
     pub(super) fn num_retained(&self) -> u32 {
         self.lists[RETAINED].len + self.lists[FOR_EVER].len
+    }
+
+    /// Blocks without a holder that the prefix cache knows.
+    pub(super) fn num_cached(&self) -> u32 {
+        self.lists[..FREE].iter().map(|list| list.len).sum()
     }
 
     /// Blocks that can be had: free ones, and cached ones that may be evicted.
@@ -276,7 +284,7 @@ impl BlockPool {
 
     /// Whether the prefix cache keeps the block although others need blocks.
     pub(super) fn is_pinned_content(&self, block: BlockId) -> bool {
-        self.is_cached(block) && self.retention(block) == Retention::Pinned
+        self.flags[block.0 as usize] & (CACHED | RETENTION) == PINNED_CONTENT
     }
 
     // What the prefix cache knows.
@@ -378,10 +386,12 @@ impl BlockPool {
         if shelved {
             self.unshelve(block);
         }
-        let counts = self.promised_holders(block) == 0;
-        self.promises.pinned -= u32::from(counts && self.is_pinned_content(block));
-        self.flags[block.0 as usize] = change(self.flags[block.0 as usize]);
-        self.promises.pinned += u32::from(counts && self.is_pinned_content(block));
+        let flags = &mut self.flags[block.0 as usize];
+        let before = std::mem::replace(flags, change(*flags));
+        let pins = [before, *flags].map(|flags| u32::from(flags & (CACHED | RETENTION) == PINNED_CONTENT));
+        if pins[0] != pins[1] && self.promised_holders(block) == 0 {
+            self.promises.pinned = self.promises.pinned - pins[0] + pins[1];
+        }
         if shelved {
             self.shelve(block);
         }

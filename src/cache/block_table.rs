@@ -127,6 +127,12 @@ impl BlockTable {
         self.generation = self.generation.wrapping_add(1);
     }
 
+    /// The outstanding step is committed: the device has all entries of blocks in the pool.
+    pub(super) fn commit(&mut self) {
+        self.in_step = false;
+        self.runs.iter_mut().for_each(|run| run.dirty_from = run.pool_end());
+    }
+
     /// Blocks of all runs, swapped out ones included.
     pub(super) fn num_blocks(&self) -> u32 {
         self.runs.iter().map(|run| run.end() - run.first).sum()

@@ -114,7 +114,7 @@ impl KvCache {
 
     /// Keeps within the cap.
     pub(super) fn trim_cached(&mut self) {
-        while self.pool.num_evictable() + self.pool.num_retained() > self.max_cached_blocks {
+        while self.pool.num_cached() > self.max_cached_blocks {
             let oldest = self.pool.oldest_evictable().or_else(|| self.pool.oldest_retained());
             match oldest {
                 Some(oldest) if self.prefix.is_some() => self.evict(oldest),

@@ -104,7 +104,7 @@ pub struct KvCache {
     /// The configuration's, which each plan carries.
     fingerprint: u64,
     lanes: Vec<Lane>,
-    /// Whether there is one lane, which keeps everything.
+    /// Whether there is one lane, which keeps everything: then a node of the prefix cache is one block.
     is_plain: bool,
     /// Whether some lane gives blocks back while a sequence lives.
     slides: bool,
@@ -585,7 +585,7 @@ impl KvCache {
         let mut stats = CacheStats {
             num_blocks: self.pool.num_blocks(),
             free_blocks: self.pool.num_free(),
-            cached_blocks: self.pool.num_evictable() + self.pool.num_retained(),
+            cached_blocks: self.pool.num_cached(),
             pinned_blocks: self.pool.num_retained(),
             held_blocks: self.pool.num_held(),
             shared_blocks: self.pool.num_shared(),

@@ -135,6 +135,16 @@ struct Root {
     first_child: u32,
 }
 
+/// What no two nodes have in common: the node before it, or else the namespace that it is the first one in, and its tokens.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct NodeKey<'a> {
+    pub(super) namespace: &'a Namespace,
+    pub(super) parent: Option<NodeId>,
+    /// Of all tokens up to these.
+    pub(super) hash: u64,
+    pub(super) tokens: &'a [TokenId],
+}
+
 /// What is found of a prompt.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PrefixMatch {
@@ -374,10 +384,10 @@ impl PrefixCache {
     // Registering.
 
     fn root(&mut self, namespace: &Namespace) -> u32 {
-        if let Some(&root) = self.root_of.get(&shared_by(namespace)) {
+        let namespace = shared_by(namespace);
+        if let Some(&root) = self.root_of.get(&namespace) {
             return ROOT | root;
         }
-        let namespace = shared_by(namespace);
         let entry = Root { namespace, first_child: NONE };
         let root = match self.free_roots.pop() {
             Some(root) => {
@@ -394,31 +404,18 @@ impl PrefixCache {
     }
 
     /// The node with this parent and these tokens, if there is one.
-    pub(super) fn find_node(
-        &self,
-        namespace: &Namespace,
-        parent: Option<NodeId>,
-        hash: u64,
-        tokens: &[TokenId],
-    ) -> Option<NodeId> {
-        let parent = match parent {
+    pub(super) fn find_node(&self, key: NodeKey<'_>) -> Option<NodeId> {
+        let parent = match key.parent {
             Some(parent) => parent.0,
-            None => ROOT | *self.root_of.get(&shared_by(namespace))?,
+            None => ROOT | *self.root_of.get(&shared_by(key.namespace))?,
         };
-        self.find(hash, parent, tokens)
+        self.find(key.hash, parent, key.tokens)
     }
 
     /// Makes `block` a node that stays for `ttl_steps` without a holder. There is none with this parent and these tokens.
-    pub(super) fn insert(
-        &mut self,
-        block: NodeId,
-        namespace: &Namespace,
-        parent: Option<NodeId>,
-        hash: u64,
-        tokens: &[TokenId],
-        ttl_steps: Option<u32>,
-    ) {
+    pub(super) fn insert(&mut self, block: NodeId, key: NodeKey<'_>, ttl_steps: Option<u32>) {
         debug_assert!(!self.is_node(block), "{block:?} is registered twice");
+        let NodeKey { namespace, parent, hash, tokens } = key;
         let parent = parent.map_or_else(|| self.root(namespace), |parent| parent.0);
         let first = self.first_child_mut(parent);
         let next_sibling = std::mem::replace(first, block.0);

@@ -305,11 +305,13 @@ impl KvCache {
         }
     }
 
-    pub(super) fn settle_transfer(&mut self, step: StepId, ended: Ended) {
+    /// A step's transfers have ended. Returns whether tables were cut because some of what they moved out is lost.
+    pub(super) fn settle_transfer(&mut self, step: StepId, ended: Ended) -> bool {
         if ended.lost {
             self.cut_lost(step);
         }
         self.broken_tables.extend(ended.broken);
+        ended.lost
     }
 
     /// Tables whose blocks did not come back, although their step was committed: what they hold means nothing.

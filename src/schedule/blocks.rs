@@ -1,4 +1,4 @@
-//! A sequence and its blocks: the one file of this folder that asks what a table holds and will hold.
+//! A sequence and its blocks: what its table holds and will hold.
 //!
 //! Pure questions to a cache about one sequence. Nothing here knows of others, of promises or of policy.
 
@@ -50,11 +50,6 @@ pub(super) fn tokens_staying(cache: &KvCache, table: Option<TableId>, moved: u32
 }
 
 // What a sequence will hold.
-
-/// Blocks that `len` tokens take beyond those that a sequence has.
-pub(super) fn owed(cache: &KvCache, table: Option<TableId>, len: u32) -> u32 {
-    cache.blocks_beyond(table, len, 0)
-}
 
 /// Free blocks that `rows` more rows take, where `reserved` ones are kept for others.
 pub(super) fn for_rows(cache: &KvCache, table: Option<TableId>, rows: u32, reserved: u32) -> u32 {

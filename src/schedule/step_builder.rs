@@ -242,19 +242,8 @@ impl KvCache {
     /// [`CommitError::StalePlan`] when the plan is not the outstanding one, [`CommitError::ForeignPlan`] when another
     /// cache made it.
     pub fn commit_step(&mut self, plan: StepPlan) -> Result<(), CommitError> {
-        self.check_plan(&plan)?;
+        self.check_step(plan.cache_instance, plan.step)?;
         self.finish_step();
-        Ok(())
-    }
-
-    pub(crate) fn check_plan(&self, plan: &StepPlan) -> Result<(), CommitError> {
-        self.check_poison()?;
-        if plan.cache_instance != self.instance() {
-            return Err(CommitError::ForeignPlan { plan: plan.cache_instance, cache: self.instance() });
-        }
-        if !self.is_outstanding(plan.step) {
-            return Err(CommitError::StalePlan { step: plan.step });
-        }
         Ok(())
     }
 }
