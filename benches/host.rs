@@ -129,7 +129,7 @@ fn match_prefix_of_8000_tokens(bencher: Bencher<'_, '_>) {
     bencher.bench_local(|| cache.find_prefix(black_box(&namespace), black_box(&tokens)));
 }
 
-/// Sharing all 500 blocks of a sequence of 8,000 tokens; giving them back is timed apart.
+/// Sharing all 500 blocks of a sequence of 8,000 tokens; giving them back is timed separately.
 #[divan::bench]
 fn fork_of_8000_tokens(bencher: Bencher<'_, '_>) {
     let (cache, table, _) = with_long_sequence();

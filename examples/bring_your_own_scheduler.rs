@@ -23,7 +23,7 @@ use paged_kv::{CacheConfig, KvCache, KvType, RequestId, StepBuilder, TableId, To
 
 /// Texts that are kept.
 const WIDTH: usize = 4;
-/// Tokens of each, the prompt apart.
+/// Tokens of each, without the prompt.
 const LENGTH: usize = 60;
 const PROMPT: &str = "And the king";
 

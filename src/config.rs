@@ -1,7 +1,7 @@
 //! How large a cache is: from the bytes, the context or the blocks that are asked for to a pool and its tables.
 //!
-//! All sizes are `u64`, and checked when a configuration is made. Nothing here computes an address: where a block lies, and
-//! what lies in it, is said by `layout.rs`.
+//! All sizes are `u64`, and checked when a configuration is made. Nothing here computes an address: `layout.rs` says
+//! where a block lies, and what lies in it.
 
 use crate::error::ConfigError;
 use crate::layout::{ArenaLayout, BlockLayout, MAX_ARENA_BYTES};
@@ -219,8 +219,8 @@ impl CacheConfig {
         }
     }
 
-    /// The most blocks that fit into `bytes` with the tables that they need: how many sequences of which length these are
-    /// for depends on the blocks, so they are searched for.
+    /// The most blocks that fit into `bytes` with the tables that they need. How large these are depends on the number
+    /// of blocks, so that is searched for.
     fn most_blocks_within(&self, bytes: u64) -> Result<u32, ConfigError> {
         let total = |num_blocks: u32| {
             let mut config = self.clone();
@@ -250,8 +250,8 @@ impl CacheConfig {
         &self.stacks.groups
     }
 
-    /// The share of all blocks' bytes that no layer uses: what it costs that one pool serves groups of layers whose numbers
-    /// or rows do not divide. None of a model with one group.
+    /// The share of all blocks' bytes that no layer uses: what it costs that one pool serves groups of layers whose
+    /// numbers or rows do not divide. 0 for a model with one group.
     pub fn padding_share(&self) -> f64 {
         self.stacks.padding().max(0.0)
     }
@@ -314,7 +314,7 @@ impl CacheConfig {
         self.stacks.bytes_per_token()
     }
 
-    /// Bytes of one block: a token's of all layers, where they are alike, times its tokens, and of one stack's otherwise.
+    /// Bytes of one block: its tokens' keys and values in all layers where these are alike, otherwise in one stack.
     pub fn bytes_per_block(&self) -> u64 {
         self.stacks.block_bytes
     }

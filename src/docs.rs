@@ -1,8 +1,9 @@
 //! Pages that answer one question each; the repository has them as files.
 //!
-//! In the repository, the links of a page lead to files, and here to pages: `docs/links.md` beside this file comes before
-//! each page, and of two definitions of a link Markdown takes the first. The pictures are not in the package; once the
-//! project has a public address, that file is the one place to put it. (crates.io takes it from `repository` in Cargo.toml.)
+//! In the repository a page's links lead to files, and here to pages. `docs/links.md` beside this file comes before
+//! each page, and Markdown takes the first of two definitions of a link. The pictures are not in the package; once the
+//! project has a public address, that file is the one place to put it. (crates.io takes it from `repository` in
+//! Cargo.toml.)
 
 macro_rules! pages {
     ($($name:ident: $text:expr,)+) => {

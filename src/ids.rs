@@ -18,7 +18,8 @@ pub const PADDING_SLOT: u32 = u32::MAX;
 pub struct BlockId(pub(crate) u32);
 
 impl BlockId {
-    /// The block with this index. A pool may have fewer: each function that takes a block id says what it makes of one that the pool lacks.
+    /// The block with this index. A pool may have fewer: each function that takes a block id says what it makes of one
+    /// that the pool lacks.
     pub fn new(index: u32) -> Self {
         Self(index)
     }

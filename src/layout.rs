@@ -2,7 +2,7 @@
 //! words into bytes, or into the *units* of 16 bytes in which the kernels count.
 //!
 //! Only checked constructors make a layout, so what it says of itself is right. Nothing here knows how large a pool is
-//! wanted to be, wgpu, tokens or policy. The layout of a block is fixed here and mirrored once in
+//! to be, nor wgpu, tokens or policy. The layout of a block is fixed here and mirrored once in
 //! `shaders/common/layout.wgsl`:
 //!
 //! ```text
@@ -129,7 +129,7 @@ impl BlockLayout {
     /// Blocks that hold `tokens` tokens.
     #[inline]
     pub fn blocks_for(&self, tokens: u32) -> u32 {
-        // A shift, for a block size is a power of two: every step asks this of every sequence.
+        // A shift, because a block size is a power of two: every step asks this of every sequence.
         let full_blocks = tokens >> self.block_size.trailing_zeros();
         full_blocks + u32::from(tokens & (self.block_size - 1) != 0)
     }
@@ -246,7 +246,7 @@ impl ArenaLayout {
     /// The arena of a layer, and the layer's index within that arena.
     ///
     /// # Panics
-    /// For a layer that there is not.
+    /// For a layer that does not exist.
     pub fn arena_of(&self, layer: u32) -> (u32, u32) {
         assert!(layer < self.block.num_layers, "layer {layer} of {}", self.block.num_layers);
         (layer / self.layers_per_arena, layer % self.layers_per_arena)
@@ -255,7 +255,7 @@ impl ArenaLayout {
     /// Layers in an arena.
     ///
     /// # Panics
-    /// For an arena that there is not.
+    /// For an arena that does not exist.
     pub fn layers_in(&self, arena: u32) -> u32 {
         assert!(arena < self.num_arenas(), "arena {arena} of {}", self.num_arenas());
         (self.block.num_layers - arena * self.layers_per_arena).min(self.layers_per_arena)
@@ -314,7 +314,7 @@ impl ArenaLayout {
     /// `shaders/common/layout.wgsl`.
     ///
     /// # Panics
-    /// For a layer, block, head or slot that there is not: its word would be another row's.
+    /// For a layer, block, head or slot that does not exist: its word would be another row's.
     pub fn row_word(&self, layer: u32, part: KvPart, block: u32, kv_head: u32, slot_in_block: u32) -> u64 {
         let layout = &self.block;
         assert!(block < self.num_blocks, "block {block} of {}", self.num_blocks);

@@ -1,7 +1,7 @@
 //! What a model asks of a cache: its attention shape, and how its keys and values are stored.
 //!
-//! A shape is a plain value that may be wrong; a configuration refuses it then. Nothing here knows blocks: where keys and
-//! values lie is said by `layout.rs`, and how much of them there is by `config.rs`.
+//! A shape is a plain value that may be wrong; a configuration refuses it then. Nothing here knows blocks: `layout.rs`
+//! says where keys and values lie, and `config.rs` how much of them there is.
 
 use crate::error::ConfigError;
 use crate::logits::LogitRule;
@@ -48,8 +48,8 @@ impl ModelShape {
     /// value heads, whose query and key heads have `head_dim` elements. All layers are alike, and their rows see everything
     /// before them.
     ///
-    /// Nothing is checked here: a [`CacheConfig`](crate::CacheConfig) refuses a shape that has a zero, query heads that are
-    /// no multiple of the kv heads, or a head size that is no multiple of 8 from 8 to [`MAX_HEAD_DIM`].
+    /// Nothing is checked here: a [`CacheConfig`](crate::CacheConfig) refuses a shape that has a zero, query heads that
+    /// are not a multiple of the kv heads, or a head size that is not a multiple of 8 from 8 to [`MAX_HEAD_DIM`].
     pub const fn new(num_layers: u32, num_query_heads: u32, num_kv_heads: u32, head_dim: u32) -> Self {
         let first = LayerGroup {
             num_layers,

@@ -48,7 +48,7 @@ impl Reach {
     }
 
     /// The logical blocks of `block_size` tokens that must stay when `length` tokens are computed, in order: those of the
-    /// first tokens, and the rest. What lies before and between them no later row sees, nor is it written.
+    /// first tokens, and the rest. No later row sees or writes what lies before and between them.
     ///
     /// # Panics
     /// For a `block_size` of 0.

@@ -6,12 +6,12 @@
 //!
 //! It runs on every adapter whose name contains ADAPTER, but for those on GL.
 //!
-//! The budget of a step is meant as a time: the (row, key) pairs that the device computes in so long, as was measured
-//! by reading the prompt without drawing, in steps of about that size, for short ones take longer per pair. Every
-//! frame is one submission, as in an application: what is drawn, and a step if none is on its way. Printed is the
-//! longest time from the end of a frame to the end of the next one; an attempt holds where that is at most twice the
-//! budget's time. Whatever else the machine does can only make frames later, so the program fails where not one
-//! attempt of three holds; and where there is no adapter to try.
+//! The budget of a step is meant as a time: the (row, key) pairs that the device computes in it. They are measured by
+//! reading the prompt without drawing, in steps of about that size: short ones take longer per pair. Every frame is one
+//! submission, as in an application: what is drawn, and a step if none is on its way. Printed is the longest time from
+//! the end of a frame to the end of the next one; an attempt holds where that is at most twice the budget's time.
+//! Whatever else the machine does can only make frames later, so the program fails where none of three attempts holds,
+//! and where there is no adapter to try.
 
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
@@ -119,7 +119,7 @@ impl<'a> Reader<'a> {
             if let Some((_, plan)) = in_flight.take_if(|(frame, _)| ended() > *frame) {
                 self.commit(plan);
             }
-            // As a window does, which has so many pictures.
+            // As a window does that has two pictures.
             if submitted - ended() < 2 {
                 let mut encoder = self.gpu.device.create_command_encoder(&Default::default());
                 encoder.clear_buffer(&target, 0, None);

@@ -5,7 +5,7 @@
 //! ```
 //!
 //! It runs on wgpu's noop backend, so no driver is part of the numbers: they are this library's own work, and wgpu's
-//! checks and bookkeeping. How much of it is wgpu's is told by the last line, the same commands without the library. wgpu
+//! checks and bookkeeping. The last line tells how much of it is wgpu's: the same commands without the library. wgpu
 //! works off what was recorded when the encoder is finished.
 
 use std::time::{Duration, Instant};

@@ -237,7 +237,7 @@ fn write_decode(text: &mut String, decode: &Decode) {
     );
 }
 
-/// Adds `start` and `words`, whose length nobody knows, in as many lines as they take.
+/// Adds `start` and `words`, of any length, in as many lines as they take.
 fn wrap(text: &mut String, start: &str, words: &str) {
     let options = textwrap::Options::new(100).initial_indent(start).subsequent_indent("      ");
     text.push_str(&textwrap::fill(words, options));

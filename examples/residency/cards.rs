@@ -7,9 +7,9 @@ use crate::{
     snapshot::Share,
 };
 
-/// Points of a card, at least: its buttons need so many.
+/// The fewest points of a card: its buttons need as many.
 pub(crate) const NARROWEST: f32 = 160.0;
-/// A card is as wide as if there were so many at least.
+/// A card is as wide as if there were at least this many.
 const FEWEST: usize = 4;
 
 /// The width of each of `num_cards` cards in a row of `width` points, with `gap` points between two. No card is cut: where

@@ -45,7 +45,7 @@ impl Grid {
         Square { left: column as f32 * pitch, top: row as f32 * pitch, side: self.side }
     }
 
-    /// The block at a point, from the grid's corner; gaps belong to nobody.
+    /// The block at a point, from the grid's corner; gaps belong to no block.
     pub(crate) fn at(&self, x: f32, y: f32) -> Option<u32> {
         let pitch = self.side + GAP;
         if x < 0.0 || y < 0.0 || x % pitch >= self.side || y % pitch >= self.side {

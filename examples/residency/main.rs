@@ -5,9 +5,10 @@
 //! cargo run --release --features window --example residency -- --model FILE.gguf
 //! ```
 //!
-//! egui draws on wgpu, and the library decodes on the same device: each frame has one encoder and one submission, for
-//! both, and nothing waits. A hidden window has no frames: its chats go on, a submission a step. [`station`] is where that happens, [`service`] is what a program does with a scheduler, and
-//! [`snapshot`] asks the library what every block is. The model is the package `engine` beside this program.
+//! egui draws on wgpu, and the library decodes on the same device: each frame has one encoder and one submission for
+//! both, and nothing waits. A hidden window has no frames; its chats go on with one submission a step. [`station`] is
+//! where that happens, [`service`] is what a program does with a scheduler, and [`snapshot`] asks the library what
+//! every block is. The model is the package `engine` beside this program.
 
 mod app;
 mod cards;

@@ -93,7 +93,7 @@ impl Palette {
         mix(self.owner(slot), self.panel, 0.66)
     }
 
-    /// The colours of a block, from left to right: one stripe for each owner, or one for a block that nobody holds. Of
+    /// The colours of a block, from left to right: one stripe for each owner, or one for a block that no chat holds. Of
     /// each stripe the colour of the part that tokens fill, at the bottom, and of the rest.
     pub(crate) fn stripes(&self, cell: &Cell) -> Vec<[Rgb; 2]> {
         match cell.kind {

@@ -26,7 +26,7 @@ pub(crate) struct Counters<'a> {
     pub(crate) hidden_steps: u64,
 }
 
-/// Lets the user choose. Whoever changes something gets another pool.
+/// Lets the user choose. A change makes another pool.
 pub(crate) fn controls(ui: &mut Ui, palette: &Palette, settings: &mut Settings) {
     card(palette).show(ui, |ui| {
         ui.set_min_width(ui.available_width());
@@ -36,7 +36,7 @@ pub(crate) fn controls(ui: &mut Ui, palette: &Palette, settings: &mut Settings) 
             ui.add(
                 Slider::new(&mut settings.num_blocks, 4..=MOST_BLOCKS)
                     .logarithmic(true)
-                    // What the command line asked for stays, be it beyond the slider's ends.
+                    // What the command line asked for stays, even beyond the slider's ends.
                     .clamping(SliderClamping::Edits)
                     .drag_value_speed(1.0),
             );

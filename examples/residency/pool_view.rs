@@ -276,7 +276,7 @@ impl PoolView<'_> {
     }
 }
 
-/// Lines of the legend where it has so many points.
+/// Lines of the legend at this width, in points.
 fn legend_lines(width: f32) -> usize {
     if width < LEGEND_WIDTH { 2 } else { 1 }
 }

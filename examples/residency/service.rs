@@ -1,7 +1,7 @@
 //! The chats and their scheduler: what a program with a window does between its frames. Nothing here draws, and nothing
 //! knows a device.
 //!
-//! A step is planned by [`Service::plan`], recorded and submitted by whoever draws the frame, and comes back through
+//! A step is planned by [`Service::plan`], recorded and submitted by what draws the frame, and comes back through
 //! [`Service::choose`] and [`Service::commit`], in a later frame. In between, users may do anything.
 
 use std::sync::Arc;
@@ -320,7 +320,7 @@ impl Service {
         Ok(())
     }
 
-    /// Stops an answer. Its blocks are given up; the prefix cache keeps the full ones while nobody needs them.
+    /// Stops an answer. Its blocks are given up; the prefix cache keeps the full ones while no other chat needs them.
     pub(crate) fn stop(&mut self, slot: usize) {
         let Some(chat) = &mut self.chats[slot] else { return };
         if let (Phase::Answering, Some(tokens)) = (&chat.phase, self.scheduler.tokens(chat.sequence())) {

@@ -47,7 +47,7 @@ impl Cell {
         self.owners.len() > 1
     }
 
-    /// Tokens in the block: those of whoever has most, since owners share their common beginning.
+    /// Tokens in the block: those of the owner that has most, since owners share their common beginning.
     pub(crate) fn tokens(&self) -> u32 {
         self.owners.iter().map(|owner| owner.tokens).max().unwrap_or(0)
     }

@@ -65,7 +65,7 @@ impl SharedStation {
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Station>> {
-        // Whoever panicked has ended the program.
+        // A panic has ended the program.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -518,7 +518,8 @@ impl Runner {
         assert!(swapped >= wanted.0 && recomputed >= wanted.1, "{swapped} swapped, {recomputed} recomputed");
         assert!(swapped + recomputed >= 10 && victims >= 3);
         assert_eq!(swapped + recomputed, scheduler.preemptions);
-        // What a sequence in line still shares may leave later than the rest, and return with whoever shares it.
+        // What a sequence in line still shares may leave later than the rest, and return with a sequence that shares
+        // it.
         assert!(scheduler.swaps_out >= swapped && (scheduler.swaps_in > 0) == (swapped > 0));
         assert_eq!(stats.swap_bytes > 0, swapped > 0);
         let (left, returned) = (scheduler.cache.blocks_swapped_out, scheduler.cache.blocks_swapped_in);

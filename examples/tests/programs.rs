@@ -1,9 +1,9 @@
 //! What the example programs print and how they end, seen from outside.
 //!
-//! The programs must have been built: `cargo test` does so; before `cargo test --test programs`, `cargo build --examples`
-//! does. Everything here runs the toy model on the CPU twins, but for `share_device` and `device_report`, which run on the
-//! software adapters there are (`PAGED_KV_REQUIRE_ADAPTERS`: those without which the tests fail), and the two examples to
-//! be read through, which take the first adapter there is, or the CPU.
+//! The programs must have been built: `cargo test` does so; run `cargo build --examples` before
+//! `cargo test --test programs`. Most of this runs the toy model on the CPU twins. `share_device` and `device_report` run
+//! on the software adapters there are (`PAGED_KV_REQUIRE_ADAPTERS`: those without which the tests fail). The two examples
+//! to be read through take the first adapter there is, or the CPU.
 #![allow(clippy::unwrap_used)]
 
 mod device_report;

@@ -136,7 +136,7 @@ fn a_scheduler_that_waits_for_blocks_on_their_way_has_not_ended() {
         scheduler.commit(plan, &results).unwrap();
     };
     let mut pool = engine.pool(cache, config.step_tokens, 2).unwrap();
-    // Nobody passes on what has arrived.
+    // What has arrived is not passed on.
     let reason = loop {
         match scheduler.schedule() {
             Schedule::Step(plan) => compute(&mut pool, &mut scheduler, plan),

@@ -197,7 +197,7 @@ fn whoever_serves_everybody_is_answered_and_blocks_leave_nobody_outside_without_
         let branches = traffic.jobs.iter().filter(|job| job.parent.is_some()).count() as u64;
         let answered = day.finished + day.stopped + day.left;
         let jobs = traffic.jobs.len() as u64;
-        // Whoever is left early does not ask again, nor is branched off.
+        // A chat that is left early does not ask again, nor is it branched off.
         assert!(answered <= jobs && answered + branches >= jobs, "{name:?}: {answered} of {jobs}");
         let Layout::Blocks(policy) = system.layout else { continue };
         let counters = day.counters;

@@ -2,7 +2,7 @@
 //!
 //! What people send and what the model answers does not depend on who serves them: a text is a number, from which its
 //! tokens follow. A chat begins at its own time, everywhere the same; its next turn begins a pause after the answer, so
-//! whoever answers late is asked later. Nothing is kept between turns: each sends everything before it again.
+//! a server that answers late is asked later. Nothing is kept between turns: each sends everything before it again.
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;

@@ -1,6 +1,6 @@
-//! What paging has set aside for nothing, and whether anybody was left outside without need.
+//! What paging has set aside for nothing, and whether a sequence was left outside without need.
 //!
-//! The scheduler says neither, so both are reckoned here, from lengths and from what requests have in common. Where the
+//! The scheduler says neither, so both are computed here, from lengths and from what requests have in common. Where the
 //! need might be smaller than that says, the larger figure counts: what is found wrong is wrong.
 
 use paged_kv::{Admission, Namespace, PreemptionMode, Scheduler, SchedulerConfig, SequenceId};
@@ -17,9 +17,9 @@ pub(crate) struct Door {
     available: u32,
     /// Blocks that are promised, held ones among them.
     promised: u32,
-    /// Blocks of its beginning that somebody who runs holds: to be shared.
+    /// Blocks of its beginning that a running sequence holds: to be shared.
     shared: u32,
-    /// Somebody who runs is computing more of its beginning.
+    /// A running sequence is computing more of its beginning.
     has_twin: bool,
 }
 
@@ -53,7 +53,7 @@ impl Door {
         Some(door)
     }
 
-    /// Whether the first in line waits for somebody who computes what it needs, rather than for memory.
+    /// Whether the first in line waits for a sequence that computes what it needs, rather than for memory.
     pub(crate) fn waits_for_twin(&self, crowd: &Crowd) -> bool {
         self.has_twin && self.stands(crowd)
     }
@@ -100,7 +100,7 @@ impl Ledger {
         u64::from(promised.sum::<u32>() * layout.block_size())
     }
 
-    /// Judges a step that left somebody at the door: nobody was preempted for it. With `arriving`, blocks are on their
+    /// Judges a step that left a sequence at the door: none was preempted for it. With `arriving`, blocks are on their
     /// way to the host pool.
     pub(crate) fn check(
         &mut self,
@@ -142,7 +142,7 @@ impl Ledger {
         said.min(of_others + need(first)) <= scheduler.cache().config().num_blocks()
     }
 
-    /// Blocks that must be available to let the first in line in, the watermark apart.
+    /// Blocks that must be available to let the first in line in, without the watermark.
     fn needs(&self, jobs: &[Job], crowd: &Crowd, scheduler: &Scheduler, door: &Door) -> u32 {
         let layout = scheduler.cache().config().layout();
         let lengths = |sequence: SequenceId| {

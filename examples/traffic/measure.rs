@@ -4,7 +4,7 @@
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct PoolUse {
     pub(crate) capacity: u64,
-    /// Slots that hold a token somebody will read, each once.
+    /// Slots that hold a token that will be read, each once.
     pub(crate) live: u64,
     /// The rest of sequences' last blocks.
     pub(crate) internal: u64,
@@ -12,9 +12,9 @@ pub(crate) struct PoolUse {
     pub(crate) later: u64,
     /// Set aside for tokens that will never come: declared, but more than the answer has in the end.
     pub(crate) never: u64,
-    /// Tokens of sequences that have ended, in memory that nobody else may take.
+    /// Tokens of sequences that have ended, in memory that no other may take.
     pub(crate) ended: u64,
-    /// In blocks of nobody's, whose tokens are known, should somebody ask for them; free to be taken.
+    /// In blocks without a holder, whose tokens are known if they are asked for; free to be taken.
     pub(crate) cached: u64,
     /// Slots that would be taken if nothing were shared.
     pub(crate) unshared: u64,
@@ -168,8 +168,8 @@ impl Record {
         }
     }
 
-    /// Notes that the pool was like this for `steps` steps from `step` on. Averages are over the day; who is answered
-    /// after its end still counts among the answers.
+    /// Notes that the pool was like this for `steps` steps from `step` on. Averages are over the day; answers after its
+    /// end still count.
     pub(crate) fn add(&mut self, step: u64, steps: u64, pool: &PoolUse) {
         self.residents_peak = self.residents_peak.max(pool.residents);
         self.steps = step + steps;

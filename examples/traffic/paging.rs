@@ -107,7 +107,7 @@ pub(crate) struct Paging<'a> {
     transfers: VecDeque<(u64, TransferReport)>,
     now: u64,
     lacks_memory: bool,
-    /// Somebody has come in, ended or lost blocks since the first in line was looked at.
+    /// A sequence has come in, ended or lost blocks since the first in line was looked at.
     changed: bool,
     /// Blocks that promises may take, held ones among them, as of the last change.
     promised: u32,
@@ -208,7 +208,7 @@ impl<'a> Paging<'a> {
                     self.crowd.running.insert(sequence);
                     told.push(Told::Token { job: self.crowd.find(sequence.request()).job });
                 }
-                // Of those that were aborted nobody waits for the end.
+                // No one waits for the end of those that were aborted.
                 StepEvent::Finished { sequence, reason, .. } if reason != FinishReason::Aborted => {
                     let job = self.crowd.find(sequence.request()).job;
                     if self.crowd.end(sequence) {
@@ -223,7 +223,7 @@ impl<'a> Paging<'a> {
     fn compute(&mut self, plan: StepPlan, told: &mut Vec<Told>) {
         let results = self.results(&plan);
         let rows_left = plan.num_rows() < STEP_TOKENS;
-        // While those that run only write on, less becomes free, and nobody gets in.
+        // While those that run only write on, less becomes free, and none gets in.
         let reads = plan.num_rows() > plan.num_sequences();
         let changes = std::mem::take(&mut self.changed) || reads;
         let has_cache = self.policy.config.prefix_cache.is_some();
@@ -294,7 +294,7 @@ impl Server for Paging<'_> {
                 self.lacks_memory = false;
                 true
             }
-            // Nobody runs, and nobody gets in: no end of anything would change that.
+            // None runs, and none gets in: no end of anything would change that.
             Schedule::Waiting(reason) => panic!("the scheduler stands still: {reason:?}"),
             Schedule::Idle => {
                 self.lacks_memory = false;

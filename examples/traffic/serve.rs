@@ -6,7 +6,7 @@ use std::collections::BinaryHeap;
 use crate::generator::{Job, Traffic};
 use crate::measure::{Counters, PoolUse, Record};
 
-/// Whoever answers, step by step. It knows a request by its place among the jobs.
+/// What answers, step by step. It knows a request by its place among the jobs.
 pub(crate) trait Server {
     /// Takes a request.
     fn submit(&mut self, job: usize);

@@ -12,7 +12,7 @@ use crate::faults::{Faults, GpuFailure, of_panic, refused};
 
 /// An open device and how passes are timed on it.
 ///
-/// What goes wrong on it (a loss, too little memory, a call that wgpu refuses) is an error of whoever waits next.
+/// What goes wrong on it (a loss, too little memory, a call that wgpu refuses) is an error of the next wait.
 pub struct Gpu {
     /// The device, with the limits and features that the library recommends.
     pub device: wgpu::Device,

@@ -109,9 +109,9 @@ pub fn contiguous() -> Vec<(&'static str, String)> {
     ]
 }
 
-/// The fragments of another contiguous twin: where a key's value lies needs no look-up, so whoever reads a part of it
-/// computes the address, and nothing is kept in workgroup memory. It takes fewer instructions in some variants, and more
-/// in others.
+/// The fragments of another contiguous twin: where a key's value lies needs no look-up, so each reader of a part of it
+/// computes the address, and nothing is kept in workgroup memory. It takes fewer instructions in some variants, and
+/// more in others.
 pub fn contiguous_without_value_rows() -> Vec<(&'static str, String)> {
     let mut fragments = contiguous();
     let (_, core) = &mut fragments[0];

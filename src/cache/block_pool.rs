@@ -4,13 +4,11 @@
 //! again: on a list of its retention), *held* (count of at least one), or *in transfer* (count zero, but pinned because a
 //! recorded copy still reads or fills it; it is shelved when the step ends). Every operation is O(1).
 //!
-//! Beside the reference count stands the number of *promised* tables that hold the block, and how many blocks there are in
-//! all that a promised table holds, or that are pinned content: what guaranteed admission counts, kept up to date block by
-//! block, so that an admission does not walk the pool.
+//! For guaranteed admission it also counts the *promised* tables that hold each block, and all blocks that a promised
+//! table holds or that are pinned content. These counts are kept block by block, so no admission walks the pool.
 //!
-//! Lists are intrusive: a block is on one at most. Free blocks are reused in the order in which they were released,
-//! oldest first, so that a released block keeps its content as long as possible; cached ones likewise, those of the
-//! lowest retention first.
+//! Lists are intrusive: a block is on one at most. Free blocks are reused in the order of their release, oldest first:
+//! a released block keeps its content as long as possible. So are cached ones, those of the lowest retention first.
 
 use crate::cache::prefix_cache::Retention;
 use crate::ids::BlockId;
@@ -22,6 +20,7 @@ const NUM_LISTS: usize = Retention::COUNT + 3;
 const RETAINED: usize = Retention::Pinned as usize;
 const FOR_EVER: usize = Retention::COUNT;
 const LOOSE_CONTENT: usize = Retention::COUNT + 1;
+/// After all that the prefix cache knows.
 const FREE: usize = Retention::COUNT + 2;
 /// Set in a block's flags while a copy of the outstanding step reads it, or a return fills it.
 const PINNED: u8 = 1 << 7;
@@ -34,6 +33,8 @@ const LIMITED: u8 = 1 << 4;
 /// Set while no likely hit needs a block that the prefix cache knows.
 const LOOSE: u8 = 1 << 3;
 const RETENTION: u8 = LOOSE - 1;
+/// What a block that the prefix cache keeps although others need blocks has of the two.
+const PINNED_CONTENT: u8 = CACHED | Retention::Pinned as u8;
 
 #[derive(Clone, Copy, Debug)]
 struct Links {
@@ -102,7 +103,7 @@ impl BlockPool {
         self.ref_counts.len() as u32
     }
 
-    /// Blocks that hold nothing anybody may ask for.
+    /// Blocks whose content cannot be asked for.
     #[inline]
     pub(super) fn num_free(&self) -> u32 {
         self.lists[FREE].len
@@ -116,6 +117,11 @@ impl BlockPool {
     /// Blocks without a holder that are kept although others need blocks.
     pub(super) fn num_retained(&self) -> u32 {
         self.lists[RETAINED].len + self.lists[FOR_EVER].len
+    }
+
+    /// Blocks without a holder that the prefix cache knows.
+    pub(super) fn num_cached(&self) -> u32 {
+        self.lists[..FREE].iter().map(|list| list.len).sum()
     }
 
     /// Blocks that can be had: free ones, and cached ones that may be evicted.
@@ -247,8 +253,8 @@ impl BlockPool {
         self.promised.get(block.0 as usize).copied().unwrap_or(0)
     }
 
-    /// A promised table holds `block` from now on. What it holds `alone`, it has been promised whether others hold it as
-    /// well or not: windows move on.
+    /// A promised table holds `block` from now on. A block that it holds `alone` is promised to it whether others hold
+    /// it or not: windows move on.
     pub(super) fn promise(&mut self, block: BlockId, alone: bool) {
         if self.promised.is_empty() {
             self.promised.resize(self.ref_counts.len(), 0);
@@ -278,7 +284,7 @@ impl BlockPool {
 
     /// Whether the prefix cache keeps the block although others need blocks.
     pub(super) fn is_pinned_content(&self, block: BlockId) -> bool {
-        self.is_cached(block) && self.retention(block) == Retention::Pinned
+        self.flags[block.0 as usize] & (CACHED | RETENTION) == PINNED_CONTENT
     }
 
     // What the prefix cache knows.
@@ -380,10 +386,12 @@ impl BlockPool {
         if shelved {
             self.unshelve(block);
         }
-        let counts = self.promised_holders(block) == 0;
-        self.promises.pinned -= u32::from(counts && self.is_pinned_content(block));
-        self.flags[block.0 as usize] = change(self.flags[block.0 as usize]);
-        self.promises.pinned += u32::from(counts && self.is_pinned_content(block));
+        let flags = &mut self.flags[block.0 as usize];
+        let before = std::mem::replace(flags, change(*flags));
+        let pins = [before, *flags].map(|flags| u32::from(flags & (CACHED | RETENTION) == PINNED_CONTENT));
+        if pins[0] != pins[1] && self.promised_holders(block) == 0 {
+            self.promises.pinned = self.promises.pinned - pins[0] + pins[1];
+        }
         if shelved {
             self.shelve(block);
         }

@@ -32,8 +32,8 @@ pub(super) struct BlockTable {
     pub(super) parked: bool,
 }
 
-/// What is known of a table only where there is more than one lane, or one that slides: apart from the table, for steps of
-/// other caches do without.
+/// What is known of a table only where there is more than one lane, or one that slides. It lies outside the table
+/// because steps of other caches do without it.
 #[derive(Debug, Default)]
 pub(super) struct Aside {
     /// The nodes that the table is, where no lane has them all.
@@ -42,7 +42,7 @@ pub(super) struct Aside {
     pub(super) likely_hits: [u32; 2],
 }
 
-/// The runs of a table: a slice. The only one lies in the table itself, for each step reads it.
+/// The runs of a table, as a slice. A single run lies in the table itself, because each step reads it.
 #[derive(Debug)]
 pub(super) enum Runs {
     One(Run),
@@ -125,6 +125,12 @@ impl BlockTable {
         self.live = false;
         self.in_step = false;
         self.generation = self.generation.wrapping_add(1);
+    }
+
+    /// The outstanding step is committed: the device has all entries of blocks in the pool.
+    pub(super) fn commit(&mut self) {
+        self.in_step = false;
+        self.runs.iter_mut().for_each(|run| run.dirty_from = run.pool_end());
     }
 
     /// Blocks of all runs, swapped out ones included.

@@ -72,6 +72,7 @@ impl KvCache {
             }
             self.assert_nodes(prefix);
         }
+        assert_eq!(self.is_plain, self.nodes.is_simple(), "I6: only a plain cache has nodes of one block");
         assert!(self.outstanding || self.journal.is_empty(), "I12: a journal without a step");
         assert!(
             self.outstanding || self.pool.num_in_transfer() == 0,

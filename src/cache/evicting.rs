@@ -60,8 +60,8 @@ impl KvCache {
         self.prune(node);
     }
 
-    /// Removes a node that has no block, no table and nothing that continues it, and those before it of which that is true
-    /// then.
+    /// Removes a node that has no block, no table and nothing that continues it, then those before it of which the same
+    /// is true.
     pub(super) fn prune(&mut self, node: NodeId) {
         let mut at = Some(node).filter(|_| !self.nodes.is_anchored());
         while let (Some(node), Some(prefix)) = (at, &mut self.prefix) {
@@ -101,7 +101,7 @@ impl KvCache {
         removed
     }
 
-    /// A block that its table does not write over as the prefix cache knows it: the cache forgets it.
+    /// The prefix cache forgets a block whose content changes, or never came.
     pub(super) fn forget_block(&mut self, block: BlockId) {
         if self.nodes.is_essential(block) {
             self.forget_from(self.nodes.node_of(block));
@@ -114,7 +114,7 @@ impl KvCache {
 
     /// Keeps within the cap.
     pub(super) fn trim_cached(&mut self) {
-        while self.pool.num_evictable() + self.pool.num_retained() > self.max_cached_blocks {
+        while self.pool.num_cached() > self.max_cached_blocks {
             let oldest = self.pool.oldest_evictable().or_else(|| self.pool.oldest_retained());
             match oldest {
                 Some(oldest) if self.prefix.is_some() => self.evict(oldest),
@@ -123,7 +123,7 @@ impl KvCache {
         }
     }
 
-    /// The last holder gave a block up: the time of what it is begins.
+    /// The last holder gave a block up: its content's time to live begins.
     pub(super) fn begin_time(&mut self, block: BlockId) {
         if !self.pool.is_idle(block) {
             return;
@@ -147,7 +147,7 @@ impl KvCache {
                     continue;
                 }
             } else if prefix.any_below(node, |node| self.nodes.tips(node) > 0) {
-                // A table goes on from it, and may not hold any of its blocks.
+                // A table goes on from it, perhaps without holding any of its blocks.
                 prefix.begin_time(node, now);
                 continue;
             }

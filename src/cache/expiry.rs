@@ -1,9 +1,8 @@
 //! Which block's time passes first: a binary heap by the step at which it has passed, with each block's place in it.
 //!
-//! A block is in the heap once at most, so that the heap is never larger than the pool, however often a block is used. Its
-//! entry is brought up to date when its last holder gives it up, and is left alone by everything else that happens to the
-//! block: what comes out must be looked at, for it may be held again, or hold something else. A change costs O(log n), a
-//! look at what is due O(1).
+//! A block is in the heap at most once, so the heap is never larger than the pool. Its entry is brought up to date when
+//! its last holder gives it up, and by nothing else that happens to the block. So what comes out must be looked at: it
+//! may be held again, or hold something else. A change costs O(log n), a look at what is due O(1).
 //!
 //! A timing wheel would make a change O(1), but times to live are any number of 32 bits, and blocks are given up far less
 //! often than steps look.

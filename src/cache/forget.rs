@@ -1,15 +1,15 @@
 //! Losing the device: everything that lay on it is gone, and the host pool is left.
 //!
-//! A table that holds blocks of the pool, be it only its first ones, holds nothing afterwards: what it has in the host
-//! pool follows tokens that are gone. A table that is in the host pool altogether keeps what had arrived there, and one
-//! that needs no block for its next row, because its windows begin there, goes on.
+//! A table that holds any block of the pool holds nothing afterwards: what it has in the host pool follows tokens that
+//! are gone. A table that is entirely in the host pool keeps what had arrived there. One that needs no block for its
+//! next row, because its windows begin there, goes on.
 
 use crate::cache::KvCache;
 use crate::ids::{BlockId, StepId, TableId};
 
 impl KvCache {
-    /// Forgets everything that lay on the device: to be called when the device is lost, or with it the arenas, and when a
-    /// step was committed that never ran there.
+    /// Forgets everything that lay on the device. Call it when the device or the arenas are lost, and when a committed
+    /// step never ran there.
     ///
     /// - An outstanding step is rolled back; its plan is stale.
     /// - A table that held any block of the pool is empty: its length is 0, and its tokens are to be pushed again. It
@@ -29,7 +29,7 @@ impl KvCache {
         if let Some(first) = self.host.as_mut().and_then(|host| host.abandon_transfers()) {
             self.cut_lost(first);
         }
-        // What a failed return left means nothing, be it in the host pool by now.
+        // What a failed return left means nothing, even if it is in the host pool by now.
         for id in std::mem::take(&mut self.broken_tables) {
             let table = &self.tables[id.row as usize];
             if table.live && table.generation == id.generation {
@@ -71,7 +71,7 @@ impl KvCache {
         }
         prefix.clear();
         self.nodes.clear();
-        // Tables that are left, without a block in the pool, were nodes where windows have left these behind.
+        // Tables that are left have no block in the pool, but may still name nodes that windows have left behind.
         for table in &mut self.tables {
             table.registered = 0;
         }
@@ -116,7 +116,7 @@ mod tests {
         }
     }
 
-    /// Nodes that `forget` comes by, for each that is gone then.
+    /// Nodes that `forget` visits, for each that is gone then.
     fn visits_for_each(
         len: u32,
         max_cached: Option<u32>,
@@ -141,7 +141,7 @@ mod tests {
         counts
     }
 
-    /// A walk that began at the top for every node would come by 7.5 of them at a length of 10, and by 62,500 at 100,000.
+    /// A walk that began at the top for every node would visit 7.5 of them at a length of 10, and 62,500 at 100,000.
     #[test]
     fn forgetting_comes_by_every_node_twice_at_most_however_long_the_chain() {
         for len in [10, 100_000] {

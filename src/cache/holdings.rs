@@ -85,12 +85,12 @@ impl KvCache {
         self.slides
     }
 
-    /// Windows are reckoned with at most `rows` rows of a sequence in a step.
+    /// Windows are sized for at most `rows` rows of a sequence in a step.
     pub(crate) fn reckon_with(&mut self, rows: u32) {
         self.rows_at_most = rows;
     }
 
-    /// The most rows of a sequence in a step that windows are reckoned with.
+    /// The most rows of a sequence in a step that windows are sized for.
     pub(crate) fn rows_at_most(&self) -> u32 {
         self.rows_at_most
     }
@@ -109,16 +109,16 @@ impl KvCache {
         if most > self.config.num_blocks() { self.blocks_at_least(len) } else { most }
     }
 
-    /// Blocks that `len` tokens take, while they are read, beyond those that a table has, and `found` more.
+    /// Blocks that `len` tokens take, while they are read, beyond those that a table has.
     #[inline]
-    pub(crate) fn blocks_beyond(&self, table: Option<TableId>, len: u32, found: u32) -> u32 {
+    pub(crate) fn blocks_beyond(&self, table: Option<TableId>, len: u32) -> u32 {
         if self.is_plain {
             // Asked of each sequence in each step.
             let held = table.map_or(0, |table| self.tables[table.row as usize].runs[0].blocks.len() as u32);
-            return self.lanes[0].end_of(len).saturating_sub(held + found);
+            return self.lanes[0].end_of(len).saturating_sub(held);
         }
         let held = table.map_or(0, |table| self.num_held(table));
-        self.blocks_to_read(len).saturating_sub(held + found)
+        self.blocks_to_read(len).saturating_sub(held)
     }
 
     /// The most blocks of `samples` sequences together that begin with the same `shared` tokens: they share what these fill

@@ -1,8 +1,8 @@
 //! [`KvCache`]: who holds which block. The only door to pool and tables, which it keeps in step.
 //!
 //! It owns reference counts, block tables and their lengths, copy-on-write, and the prefix cache, the swap ledger,
-//! and the undo of a step that was planned but not committed. It knows nothing of requests and policy, of tokens only
-//! that equal ones in a row mean equal content, and of time only the number of steps.
+//! and the undo of a step that was planned but not committed. It knows nothing of requests and policy. Of tokens it
+//! knows only that equal ones in a row mean equal content, and of time only the number of steps.
 //!
 //! # A step
 //! Growth happens only inside a step: [`begin_step`](crate::StepBuilder::new) → growth → commit or rollback. Every change
@@ -13,8 +13,8 @@
 //! Only a sequence's next position is ever written, so only its last block can be both written and shared. The first
 //! writer takes a fresh block and the step carries the pair to copy; the last holder writes in place. The source stays
 //! off the free list until the step ends, even when its last holder lets go of it. A holder that left by a copy of the
-//! outstanding step returns if that step is rolled back, and the device may have run it: until the commit no table writes
-//! over the tokens that it had there.
+//! outstanding step returns if that step is rolled back, which the device may have run. So until the commit no table
+//! writes over the tokens that it had there.
 
 mod block_pool;
 mod block_state;
@@ -104,7 +104,7 @@ pub struct KvCache {
     /// The configuration's, which each plan carries.
     fingerprint: u64,
     lanes: Vec<Lane>,
-    /// Whether there is one lane, which keeps everything.
+    /// Whether there is one lane, which keeps everything: then a node of the prefix cache is one block.
     is_plain: bool,
     /// Whether some lane gives blocks back while a sequence lives.
     slides: bool,
@@ -489,7 +489,8 @@ impl KvCache {
     }
 
     /// The table's blocks, in order, as far as they are in the pool: [those that are swapped out](Self::host_blocks_of)
-    /// follow them.
+    /// follow them. Of a table with several stacks of layers, or with first tokens before a window, only the first
+    /// run's.
     ///
     /// # Errors
     /// [`CacheError::UnknownTable`] when it was released, [`CacheError::ForeignTable`] for another cache's.
@@ -584,7 +585,7 @@ impl KvCache {
         let mut stats = CacheStats {
             num_blocks: self.pool.num_blocks(),
             free_blocks: self.pool.num_free(),
-            cached_blocks: self.pool.num_evictable() + self.pool.num_retained(),
+            cached_blocks: self.pool.num_cached(),
             pinned_blocks: self.pool.num_retained(),
             held_blocks: self.pool.num_held(),
             shared_blocks: self.pool.num_shared(),

@@ -1,8 +1,8 @@
 //! Which blocks have what a node of the prefix cache means.
 //!
 //! A node is the same tokens for all stacks, and has a block, or several small ones, in each. What a stack that keeps
-//! everything has of it is *essential*: without that the node goes, and what continues it. Blocks of windows come and go by
-//! themselves: hits are where enough of them is left.
+//! everything has of it is *essential*: without it the node goes, and what continues it. Blocks of windows come and go
+//! by themselves: hits are where enough of them are left.
 //!
 //! Where a stack keeps everything, a node goes by the number of its block there, and with a single stack there is nothing
 //! else to know. Where none does, nodes have numbers of their own, and stay without blocks while tables or other nodes

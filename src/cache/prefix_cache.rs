@@ -55,8 +55,8 @@ pub enum Retention {
     Normal,
     /// Evicted after all others.
     High,
-    /// Stays, but for two cases: the cache's cap, and a sequence that could not run even alone. Then what is pinned for a
-    /// limited time goes first, for it goes anyway.
+    /// Stays, with two exceptions: the cache's cap, and a sequence that could not run even alone. Then what is pinned
+    /// for a limited time goes first, because it goes anyway.
     Pinned,
 }
 
@@ -124,7 +124,7 @@ fn shared_by(namespace: &Namespace) -> Namespace {
     if fault!(NamespaceIgnored) { Namespace::default() } else { *namespace }
 }
 
-/// A time to live as a node has it. The longest limited one cannot be told from the next longest by anybody.
+/// A time to live as a node has it. The longest limited one counts as the next longest.
 fn node_ttl(ttl_steps: Option<u32>) -> u32 {
     ttl_steps.map_or(FOR_EVER, |steps| steps.min(FOR_EVER - 1))
 }
@@ -133,6 +133,16 @@ fn node_ttl(ttl_steps: Option<u32>) -> u32 {
 struct Root {
     namespace: Namespace,
     first_child: u32,
+}
+
+/// What no two nodes have in common: the node before it, or else the namespace that it is the first one in, and its tokens.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct NodeKey<'a> {
+    pub(super) namespace: &'a Namespace,
+    pub(super) parent: Option<NodeId>,
+    /// Of all tokens up to these.
+    pub(super) hash: u64,
+    pub(super) tokens: &'a [TokenId],
 }
 
 /// What is found of a prompt.
@@ -203,7 +213,7 @@ pub(super) struct PrefixCache {
     /// Nodes with a limited time, as of when their last holder gave them up.
     expiries: ExpiryQueue,
     num_nodes: u32,
-    /// Nodes that walks down the tree have come by: what tests of costs count.
+    /// Nodes that walks down the tree have visited: what tests of costs count.
     #[cfg(test)]
     pub(super) visits: std::cell::Cell<u64>,
 }
@@ -374,10 +384,10 @@ impl PrefixCache {
     // Registering.
 
     fn root(&mut self, namespace: &Namespace) -> u32 {
-        if let Some(&root) = self.root_of.get(&shared_by(namespace)) {
+        let namespace = shared_by(namespace);
+        if let Some(&root) = self.root_of.get(&namespace) {
             return ROOT | root;
         }
-        let namespace = shared_by(namespace);
         let entry = Root { namespace, first_child: NONE };
         let root = match self.free_roots.pop() {
             Some(root) => {
@@ -394,31 +404,18 @@ impl PrefixCache {
     }
 
     /// The node with this parent and these tokens, if there is one.
-    pub(super) fn find_node(
-        &self,
-        namespace: &Namespace,
-        parent: Option<NodeId>,
-        hash: u64,
-        tokens: &[TokenId],
-    ) -> Option<NodeId> {
-        let parent = match parent {
+    pub(super) fn find_node(&self, key: NodeKey<'_>) -> Option<NodeId> {
+        let parent = match key.parent {
             Some(parent) => parent.0,
-            None => ROOT | *self.root_of.get(&shared_by(namespace))?,
+            None => ROOT | *self.root_of.get(&shared_by(key.namespace))?,
         };
-        self.find(hash, parent, tokens)
+        self.find(key.hash, parent, key.tokens)
     }
 
     /// Makes `block` a node that stays for `ttl_steps` without a holder. There is none with this parent and these tokens.
-    pub(super) fn insert(
-        &mut self,
-        block: NodeId,
-        namespace: &Namespace,
-        parent: Option<NodeId>,
-        hash: u64,
-        tokens: &[TokenId],
-        ttl_steps: Option<u32>,
-    ) {
+    pub(super) fn insert(&mut self, block: NodeId, key: NodeKey<'_>, ttl_steps: Option<u32>) {
         debug_assert!(!self.is_node(block), "{block:?} is registered twice");
+        let NodeKey { namespace, parent, hash, tokens } = key;
         let parent = parent.map_or_else(|| self.root(namespace), |parent| parent.0);
         let first = self.first_child_mut(parent);
         let next_sibling = std::mem::replace(first, block.0);
@@ -562,7 +559,7 @@ impl PrefixCache {
         self.evicted[place] = trace_of(hash) | if why == MissReason::Expired { EXPIRED } else { EVICTED };
     }
 
-    /// Remembers of all nodes that they are evicted.
+    /// Remembers all nodes as evicted.
     pub(super) fn note_all_evictions(&mut self) {
         for node in (0..self.nodes.len() as u32).map(NodeId) {
             if self.is_node(node) {

@@ -5,7 +5,7 @@ use crate::cache::block_table::Run;
 use crate::cache::keep::{Keep, RetainRange, keep_in_window, keep_of};
 use crate::cache::lane::Lane;
 use crate::cache::prefix_cache::{
-    FoundRun, MissReason, Namespace, NodeId, PrefixCache, PrefixMatch, Retention,
+    FoundRun, MissReason, Namespace, NodeId, NodeKey, PrefixCache, PrefixMatch, Retention,
 };
 use crate::error::{CacheError, ConfigError};
 use crate::ids::{BlockId, TableId, TokenId};
@@ -36,8 +36,8 @@ impl KvCache {
         }
     }
 
-    /// How many of `tokens` are in the prefix cache: never the last one, which has to be computed for its logits, and
-    /// tokens of a block's beginning count, too. Changes nothing.
+    /// How many of `tokens` are in the prefix cache. Tokens of a block's beginning count; the last token never does,
+    /// because it has to be computed for its logits. Changes nothing.
     pub fn find_prefix(&self, namespace: &Namespace, tokens: &[TokenId]) -> u32 {
         let (mut hashes, mut found) = (Vec::new(), PrefixMatch::default());
         self.extend_hashes(namespace, tokens, &mut hashes);
@@ -80,15 +80,8 @@ impl KvCache {
         if tokens.len() > len as usize {
             return Err(CacheError::BeyondLength { tokens: tokens.len() as u32, len });
         }
-        let mut hashes = Vec::new();
-        self.extend_hashes(namespace, tokens, &mut hashes);
-        self.register(table, namespace, tokens, &hashes, &[]);
+        self.register(table, namespace, tokens, &mut Vec::new(), &[]);
         Ok(())
-    }
-
-    /// Nodes of a table, from the first on, that others can find.
-    pub(crate) fn registered_nodes(&self, table: TableId) -> u32 {
-        self.live(table).map_or(0, |row| row.registered)
     }
 
     /// Tokens of a node of the prefix cache: the larger block of the stacks'.
@@ -151,7 +144,7 @@ impl KvCache {
     /// How many of these nodes, from the first on, can be taken: up to the last one at whose end no lane lacks a block that
     /// is kept there.
     fn usable_nodes(&self, nodes: &[NodeId]) -> usize {
-        if self.nodes.is_simple() || fault!(HitLacksWindow) {
+        if self.is_plain || fault!(HitLacksWindow) {
             return nodes.len();
         }
         // Of each lane: from here on it lacks nothing.
@@ -174,7 +167,7 @@ impl KvCache {
     /// Whether no lane lacks what `rows` tokens of `node`, after `place` nodes that can be taken, need of it.
     fn is_usable_in_part(&self, place: u32, node: NodeId, rows: u32) -> bool {
         let len = place * self.node_tokens + rows;
-        self.nodes.is_simple()
+        self.is_plain
             || self.lanes.iter().all(|lane| {
                 let kept = lane.first_of(len)..lane.end_of(len);
                 let mut of_node = self.nodes.entries_at(lane, place).filter(|entry| kept.contains(entry));
@@ -342,57 +335,74 @@ impl KvCache {
         }
     }
 
-    /// Registers the full nodes of a table's first tokens, which are committed and valid. Stops at a node that is known
-    /// already while others share this table's own block: replacing it for one of them would leave their order uneven. Stops
-    /// also at a node some of whose blocks are another one's.
+    /// Registers the full nodes of a table's first tokens, which are committed and valid, and brings their hashes up to date.
+    /// Returns how many tokens end with the first of them that is new to the table, if any is.
+    #[inline]
     pub(crate) fn register(
         &mut self,
         table: TableId,
         namespace: &Namespace,
         tokens: &[TokenId],
-        hashes: &[u64],
+        hashes: &mut Vec<u64>,
         retain: &[RetainRange],
-    ) {
-        if self.prefix.is_none() {
-            return;
-        }
+    ) -> Option<u32> {
         let (row, size) = (table.row as usize, self.node_tokens as usize);
-        let full = (tokens.len() / size) as u32;
-        while self.tables[row].registered < full {
-            let place = self.tables[row].registered;
-            let anchor = self.anchor_at(row, place);
-            if self.nodes.is_anchored() && anchor.is_none() {
-                return;
-            }
-            let parent = place.checked_sub(1).map(|before| self.node_at(row, before));
-            let (chunk, hash) = (&tokens[place as usize * size..][..size], hashes[place as usize]);
-            let keep = keep_of(retain, place * self.node_tokens..(place + 1) * self.node_tokens);
-            let known =
-                self.prefix.as_ref().and_then(|prefix| prefix.find_node(namespace, parent, hash, chunk));
-            if let Some(known) = known {
-                if !self.join(row, place, known) {
-                    return;
-                }
-                self.step_to(row, known);
-                self.raise_keep(row, known, place, keep, retain);
-                continue;
-            }
-            if self.is_partly_anothers(row, place) {
-                return;
-            }
-            let Some(node) = anchor.or_else(|| self.take_number()) else { return };
-            let Some(prefix) = &mut self.prefix else { return };
-            prefix.insert(node, namespace, parent, hash, chunk, keep.ttl_steps);
-            self.attach_own(row, place, node, keep, retain);
-            self.step_to(row, node);
-            self.raise_parents(node, keep.retention);
+        let before = self.tables[row].registered;
+        // Most steps of a sequence fill no node.
+        let end = (before as usize + 1) * size;
+        let prefix = self.prefix.as_ref().filter(|_| end <= tokens.len())?;
+        if hashes.len() < tokens.len() / size {
+            prefix.extend_hashes(namespace, tokens, hashes);
         }
+        let mut parent = before.checked_sub(1).map(|last| self.node_at(row, last));
+        let known = hashes.iter().zip(tokens.chunks_exact(size));
+        for (&hash, tokens) in known.skip(before as usize) {
+            let key = NodeKey { namespace, parent, hash, tokens };
+            parent = self.register_next(row, key, retain);
+            if parent.is_none() {
+                break;
+            }
+        }
+        (self.tables[row].registered > before).then_some(end as u32)
     }
 
-    /// The number that a table's node at `place` goes by, if that is its block's, and the block is in the pool.
-    fn anchor_at(&self, row: usize, place: u32) -> Option<NodeId> {
-        let entry = self.nodes.anchor_of(place)?;
-        self.tables[row].runs[0].block_at(entry).map(|block| NodeId(block.0))
+    /// A table is one node more: the one that is known by this key, or a new one. None for a node that is known while others
+    /// share this table's own block: replacing it for one of them would leave their order uneven. None also for a node some of
+    /// whose blocks are another one's, and for one that would go by a block that is not in the pool.
+    fn register_next(&mut self, row: usize, key: NodeKey<'_>, retain: &[RetainRange]) -> Option<NodeId> {
+        let place = self.tables[row].registered;
+        // Where a node goes by a block, that block's number is its own.
+        let entry = if self.is_plain { Some(place) } else { self.nodes.anchor_of(place) };
+        let anchor = match entry {
+            Some(entry) => Some(NodeId(self.tables[row].runs[0].block_at(entry)?.0)),
+            None => None,
+        };
+        let keep = keep_of(retain, place * self.node_tokens..(place + 1) * self.node_tokens);
+        if let Some(known) = self.prefix.as_ref()?.find_node(key) {
+            if !self.join(row, place, known) {
+                return None;
+            }
+            self.step_to(row, known);
+            self.raise_keep(row, known, place, keep, retain);
+            return Some(known);
+        }
+        if !self.is_plain && self.is_partly_anothers(row, place) {
+            return None;
+        }
+        let node = anchor.or_else(|| self.take_number())?;
+        self.prefix.as_mut()?.insert(node, key, keep.ttl_steps);
+        if self.is_plain {
+            // The node is the block whose number it goes by.
+            self.tables[row].registered += 1;
+            self.pool.set_cached(BlockId(node.0), keep.retention, keep.ttl_steps.is_some());
+        } else {
+            self.attach_own(row, place, node, keep, retain);
+            self.step_to(row, node);
+        }
+        if let Some(parent) = key.parent {
+            self.raise_to(parent, keep.retention);
+        }
+        Some(node)
     }
 
     /// Whether a new node at `place` would share blocks that keep everything with another one, which begins alike: where a
@@ -402,7 +412,7 @@ impl KvCache {
             let mut own = self.nodes.entries_at(lane, place).filter_map(|entry| run.block_at(entry));
             lane.is_whole() && own.any(|own| self.pool.is_cached(own))
         };
-        !self.nodes.is_simple() && self.lanes.iter().zip(self.tables[row].runs.iter()).any(is_known)
+        self.lanes.iter().zip(self.tables[row].runs.iter()).any(is_known)
     }
 
     /// A number for a node that goes by none of its blocks'.
@@ -464,11 +474,11 @@ impl KvCache {
         }
     }
 
-    /// Whether a table has before `entry`, a block of `node`, what the prefix cache has there, or nothing: only then are
-    /// those that share the block alike before it.
+    /// Whether what a table has before `entry`, a block of `node`, is what the prefix cache has there, or nothing: only
+    /// then do those that share the block agree before it.
     fn follows(&self, row: usize, lane: usize, entry: u32, node: NodeId) -> bool {
         let run = &self.tables[row].runs[lane];
-        if self.nodes.is_simple() || entry == run.first {
+        if self.is_plain || entry == run.first {
             return true;
         }
         let lane = &self.lanes[lane];
@@ -488,9 +498,9 @@ impl KvCache {
         self.pool.set_cached(own, retention, limited);
     }
 
-    /// Keeps a node for longer, and retains it better, if `keep` says so of the node at `place`; blocks of windows, where a
-    /// hit at the end of what is retained needs them, and pinned only where the table of `row` holds them: others were
-    /// available, and may be promised.
+    /// Keeps a node for longer, and retains it better, if `keep` says so of the node at `place`. Blocks of windows are
+    /// kept where a hit at the end of what is retained needs them. They are pinned only where the table of `row` holds
+    /// them: others were available, and may be promised.
     fn raise_keep(&mut self, row: usize, node: NodeId, place: u32, keep: Keep, retain: &[RetainRange]) {
         let Some(prefix) = &mut self.prefix else { return };
         prefix.keep_for(node, keep.ttl_steps);
@@ -510,13 +520,15 @@ impl KvCache {
                 self.pool.set_cached(block, retention.max(self.pool.retention(block)), limited);
             }
         }
-        self.raise_parents(node, keep.retention);
+        if let Some(parent) = prefix.parent(node) {
+            self.raise_to(parent, keep.retention);
+        }
     }
 
     /// A node is retained no worse than what continues it.
-    fn raise_parents(&mut self, node: NodeId, retention: Retention) {
+    fn raise_to(&mut self, node: NodeId, retention: Retention) {
         let Some(prefix) = &self.prefix else { return };
-        let mut at = prefix.parent(node).filter(|_| self.nodes.is_anchored());
+        let mut at = Some(node).filter(|_| self.nodes.is_anchored());
         while let Some(node) = at.filter(|node| retention > self.pool.retention(BlockId(node.0))) {
             let limited = prefix.is_limited(node);
             for (block, _) in self.nodes.blocks_of(node).filter(|&(_, essential)| essential) {

@@ -19,7 +19,7 @@ pub struct CacheStats {
     pub held_blocks: u32,
     /// Blocks in more than one table; part of `held_blocks`.
     pub shared_blocks: u32,
-    /// Blocks in no table that a recorded copy still reads.
+    /// Blocks in no table that the outstanding step still reads for a copy, or fills from the host pool.
     pub in_transfer_blocks: u32,
     /// Most blocks held at a time.
     pub held_blocks_peak: u32,

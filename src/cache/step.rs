@@ -2,7 +2,7 @@
 
 use crate::cache::block_table::{BlockTable, Run};
 use crate::cache::{BlockCopy, BlockSwap, KvCache, Retention};
-use crate::error::CacheError;
+use crate::error::{CacheError, CommitError};
 use crate::ids::{BlockId, StepId, TableId};
 
 /// One change of the outstanding step, with what undoes it. Entries of tables released since are skipped.
@@ -23,7 +23,7 @@ pub(super) enum Undo {
         len: u32,
         parked: bool,
     },
-    /// The table was swapped out; what that moved is undone by itself.
+    /// The table was swapped out; what that moved is undone separately.
     Parked {
         table: TableId,
     },
@@ -39,7 +39,7 @@ pub(super) enum Undo {
     },
 }
 
-/// What more tokens take that a table is to hold: computed once, and then [grown](KvCache::grow) by.
+/// What it takes for a table to hold more tokens: computed once, then [grown](KvCache::grow) by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Growth {
     pub(crate) table: TableId,
@@ -96,7 +96,7 @@ impl KvCache {
         Ok(self.count_growth(self.live(table)?, table, num_tokens, self.free_blocks()).needed())
     }
 
-    /// What `num_tokens` more tokens take of a table that can grow, where copies that can be done without spend at most
+    /// What `num_tokens` more tokens of a table that can grow take. Copies that can be done without take at most
     /// `spare` blocks in all.
     pub(crate) fn growth(&self, table: TableId, num_tokens: u32, spare: u32) -> Result<Growth, CacheError> {
         let row = self.idle(table)?;
@@ -214,7 +214,7 @@ impl KvCache {
     }
 
     /// Gives back what the rows after a table's tokens do not see any more: blocks behind windows, on the length that is
-    /// committed. A rollback does not bring them back, for nothing needs them at that length.
+    /// committed. A rollback does not bring them back: nothing needs them at that length.
     pub(crate) fn slide(&mut self, table: TableId) {
         let row = table.row as usize;
         for lane in 0..self.lanes.len() {
@@ -313,7 +313,7 @@ impl KvCache {
         self.grow(self.growth(table, num_tokens, self.free_blocks())?)
     }
 
-    /// Sees to it that the block that the next token is written into is this table's alone.
+    /// Makes the block that the next token is written into this table's alone.
     fn make_tail_writable(&mut self, growth: Growth, lane: usize) {
         let Growth { table, start, copies, lent, .. } = growth;
         let Some(entry) = self.lanes[lane].tail_of(start) else { return };
@@ -377,6 +377,18 @@ impl KvCache {
         self.outstanding && self.last_step == step
     }
 
+    /// Fails unless `step`, of the cache that is told from others by `instance`, is the one outstanding here.
+    pub(crate) fn check_step(&self, instance: u64, step: StepId) -> Result<(), CommitError> {
+        self.check_poison()?;
+        if instance != self.instance {
+            return Err(CommitError::ForeignPlan { plan: instance, cache: self.instance });
+        }
+        if !self.outstanding || step != self.last_step {
+            return Err(CommitError::StalePlan { step });
+        }
+        Ok(())
+    }
+
     /// Accepts the outstanding step: its growth stands, and the device has its tables. Returns whether tables were cut because
     /// blocks that it moved out are known to be lost.
     pub(crate) fn finish_step(&mut self) -> bool {
@@ -386,21 +398,19 @@ impl KvCache {
         if fault!(WindowOfPlannedLength) {
             self.slide_planned();
         }
-        for table in self.step_tables.drain(..) {
-            let row = &mut self.tables[table.row as usize];
-            if row.live && row.generation == table.generation {
-                row.in_step = false;
-                row.runs.iter_mut().for_each(|run| run.dirty_from = run.pool_end());
-            }
-        }
         self.block_copies += self.step_copies.len() as u64;
         self.swapped_out += self.step_outs.len() as u64;
         self.swapped_in += self.step_ins.len() as u64;
         let step = self.last_step;
-        let ended = self.host.as_mut().map(|host| host.commit(step)).unwrap_or_default();
-        let is_cut = ended.lost;
-        self.settle_transfer(step, ended);
+        let ended = self.host.as_mut().map(|host| host.commit(step));
+        let is_cut = ended.is_some_and(|ended| self.settle_transfer(step, ended));
         self.end_step();
+        for table in self.step_tables.drain(..) {
+            let row = &mut self.tables[table.row as usize];
+            if row.live && row.generation == table.generation {
+                row.commit();
+            }
+        }
         is_cut
     }
 
@@ -476,6 +486,8 @@ impl KvCache {
         self.step_ins.clear();
         self.pool.unpin_all();
         self.outstanding = false;
-        self.trim_cached();
+        if self.pool.num_cached() > self.max_cached_blocks {
+            self.trim_cached();
+        }
     }
 }

@@ -105,7 +105,8 @@ impl KvCache {
     pub(crate) fn swap_out(&mut self, table: TableId, spared: Option<TableId>) -> Result<u32, CacheError> {
         debug_assert!(self.outstanding, "blocks are moved only by a step");
         self.idle(table)?;
-        // What windows have left behind does not move; were it to return, nobody could have it in the step that fills it.
+        // What windows have left behind does not move: a block that returns cannot be given away in the step that fills
+        // it.
         self.slide(table);
         let lanes = 0..self.lanes.len();
         let moving = |lane| {
@@ -241,7 +242,7 @@ impl KvCache {
     }
 
     /// A block, taken for one table, replaces a slot for those of `rows`. It is given to no other table in this step, nor moved
-    /// out again, for the step fills it.
+    /// out again, because the step fills it.
     fn fetch(&mut self, lane: usize, rows: &[usize], slot: HostSlot, block: BlockId) {
         let step = self.last_step;
         if let Some(host) = &mut self.host {
@@ -304,11 +305,13 @@ impl KvCache {
         }
     }
 
-    pub(super) fn settle_transfer(&mut self, step: StepId, ended: Ended) {
+    /// A step's transfers have ended. Returns whether tables were cut because some of what they moved out is lost.
+    pub(super) fn settle_transfer(&mut self, step: StepId, ended: Ended) -> bool {
         if ended.lost {
             self.cut_lost(step);
         }
         self.broken_tables.extend(ended.broken);
+        ended.lost
     }
 
     /// Tables whose blocks did not come back, although their step was committed: what they hold means nothing.

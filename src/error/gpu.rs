@@ -203,10 +203,10 @@ impl fmt::Display for BindError {
 impl Error for BindError {}
 
 /// Why a plan cannot be prepared. [`StepsInFlight`](Self::StepsInFlight) and
-/// [`TransfersInFlight`](Self::TransfersInFlight) pass, memory may be had later, after
-/// [`StepNotExecuted`](Self::StepNotExecuted) the cache forgets what the device has, and after
-/// [`DeviceLost`](Self::DeviceLost) comes a [`rebuild`](crate::PagedAttention::rebuild); each other one means that the plan
-/// and the attention object do not belong together, or that the plan is broken.
+/// [`TransfersInFlight`](Self::TransfersInFlight) pass, and memory may be had later. After
+/// [`StepNotExecuted`](Self::StepNotExecuted) the cache must forget what the device has; after
+/// [`DeviceLost`](Self::DeviceLost) comes a [`rebuild`](crate::PagedAttention::rebuild). Every other one means that the
+/// plan and the attention object do not belong together, or that the plan is broken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PrepareError {

@@ -1,4 +1,4 @@
-//! What can be wrong with a plan: numbers that no shader must see.
+//! What can be wrong with a plan: numbers that no shader may see.
 
 use std::error::Error;
 use std::fmt;
@@ -7,7 +7,7 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PlanFault {
-    /// An array has not the length that the others ask for.
+    /// An array does not have the length that the others ask for.
     Length {
         /// Which array.
         array: &'static str,

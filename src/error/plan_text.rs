@@ -29,7 +29,7 @@ pub enum PlanTextFault {
         /// Index of the entry.
         index: u32,
     },
-    /// An array has not the length that the others ask for.
+    /// An array does not have the length that the others ask for.
     Length {
         /// Which array.
         field: &'static str,

@@ -97,7 +97,7 @@ fn scheduler_config(scale: Scale, shape: &ModelShape, num_parameters: u64) -> Sc
     let half = STEP_DISPATCHES * scale.dispatch_flop / 2;
     let rows = half / num_parameters.saturating_mul(2).max(1);
     let heads = u64::from(shape.num_query_heads()) * u64::from(shape.num_layers());
-    let pairs = half / (4 * heads * u64::from(shape.head_dim())).max(1);
+    let pairs = half / heads.saturating_mul(4 * u64::from(shape.head_dim())).max(1);
     SchedulerConfig {
         step_tokens: default.step_tokens.min(u32::try_from(rows).unwrap_or(u32::MAX)).max(1),
         step_work_budget: default.step_work_budget.min(pairs).max(1),
@@ -255,6 +255,8 @@ mod tests {
         }
         let config = scheduler_config(Scale::of(DeviceType::Cpu), &large, u64::MAX);
         assert_eq!(config.step_tokens, 1);
+        let endless = ModelShape::new(u32::MAX, u32::MAX, 1, u32::MAX);
+        assert_eq!(scheduler_config(Scale::of(DeviceType::Cpu), &endless, 1).step_work_budget, 1);
     }
 
     #[test]

@@ -166,7 +166,7 @@ impl Binder<'_> {
             return Err(BindError::RowStrideAlignment { tensor, row_stride });
         }
         let elements = u64::from(slice.rows - 1) * u64::from(row_stride) + u64::from(row_elements);
-        let bytes = elements * u64::from(self.activations.bytes());
+        let bytes = elements.saturating_mul(u64::from(self.activations.bytes()));
         let needed_bytes = slice.offset.saturating_add(bytes);
         if needed_bytes > slice.buffer.size() {
             return Err(BindError::TensorTooSmall {

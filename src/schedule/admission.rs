@@ -4,8 +4,8 @@
 //! that begins like a prompt which another one is computing stands behind that one, and lets others pass. A sequence that
 //! is promised its blocks already (a branch, a chat's next turn) does not wait for those that are not: it takes nothing
 //! from them. For progress, when nothing runs and the first one cannot be let in, a sequence in line that already has
-//! blocks goes. And where the first one lacks blocks, requests behind it that fit pass it, of its own class or a higher
-//! one and only so many: it waits for their end at most, and for nothing that comes later.
+//! blocks goes. And where the first one lacks blocks, requests behind it that fit pass it, if they are of its own class
+//! or a higher one, and a bounded number of times: it waits for their end at most, and for nothing that comes later.
 
 use crate::error::RequestError;
 use crate::ids::TableId;
@@ -38,8 +38,9 @@ pub(super) enum Lacking {
 }
 
 impl Scheduler {
-    /// Lets in the `first` in line, or a sequence that may go instead; where others were preempted for one, that one alone,
-    /// though a sequence that stood behind a victim may come before it by now. Returns which, or what the first one lacks.
+    /// Lets in the `first` in line, or a sequence that may go instead. Where others were preempted for one, that one
+    /// alone, though a sequence that stood behind a victim may have come before it since. Returns which, or what the
+    /// first one lacks.
     pub(super) fn admit_next(
         &mut self,
         first: Index,
@@ -56,7 +57,7 @@ impl Scheduler {
         let mut lacking = loop {
             match self.ask(first) {
                 Ok(()) => return Ok(first),
-                // Others were preempted for it, and it stands behind one that runs now that they are gone: nobody goes.
+                // Others were preempted for it, and it stands behind one that runs now that they are gone: none goes.
                 Err(Lacking::Prompt(other)) if only_first => return Err(Lacking::Prompt(other)),
                 Err(Lacking::Prompt(other)) => {
                     num_sent += 1;

@@ -1,4 +1,4 @@
-//! A sequence and its blocks: the one file of this folder that asks what a table holds and will hold.
+//! A sequence and its blocks: what its table holds and will hold.
 //!
 //! Pure questions to a cache about one sequence. Nothing here knows of others, of promises or of policy.
 
@@ -51,11 +51,6 @@ pub(super) fn tokens_staying(cache: &KvCache, table: Option<TableId>, moved: u32
 
 // What a sequence will hold.
 
-/// Blocks that `len` tokens take beyond those that a sequence has.
-pub(super) fn owed(cache: &KvCache, table: Option<TableId>, len: u32) -> u32 {
-    cache.blocks_beyond(table, len, 0)
-}
-
 /// Free blocks that `rows` more rows take, where `reserved` ones are kept for others.
 pub(super) fn for_rows(cache: &KvCache, table: Option<TableId>, rows: u32, reserved: u32) -> u32 {
     let spare = cache.free_blocks().saturating_sub(reserved);
@@ -97,7 +92,7 @@ pub(super) fn still_needed(cache: &KvCache, sequence: &Sequence) -> u32 {
 /// Blocks that a sequence and all its samples hold at most, if it is `cut`. Samples share what the input fills and what
 /// lasts, and nothing else.
 pub(super) fn at_most(cache: &KvCache, sequence: &Sequence, cut: Option<u32>) -> u64 {
-    // Should samples part before the cut is made, the one that is cut computes its last token apart from the others.
+    // Should samples part before the cut is made, the one that is cut computes its last token by itself.
     let apart = u32::from(sequence.is_planned());
     let input = cut.map_or(sequence.terms.input_len, |len| (len - apart).min(sequence.terms.input_len));
     cache.side_by_side(input, sequence.terms.max_tokens, sequence.width())

@@ -4,12 +4,11 @@
 //! planned (I7).
 
 use crate::error::CommitError;
-use crate::ids::TokenId;
 use crate::schedule::blocks;
 use crate::schedule::request::{Admission, FinishReason, RowResult, StepEvent};
 use crate::schedule::scheduler::{Index, Scheduler};
-use crate::schedule::sequence::{Counts, Parting};
-use crate::schedule::step_plan::{LogitRow, StepPlan};
+use crate::schedule::sequence::{Answers, Committed, Next, Taken};
+use crate::schedule::step_plan::StepPlan;
 
 impl Scheduler {
     /// Accepts a step whose commands were submitted, with one result for each of `plan.logit_rows()`, in their order.
@@ -19,27 +18,19 @@ impl Scheduler {
     /// [`CommitError::TooManyAccepted`]: the step is not committed, and the next [`schedule`](Self::schedule) rolls it
     /// back.
     pub fn commit(&mut self, plan: StepPlan, results: &[RowResult]) -> Result<&[StepEvent], CommitError> {
-        self.cache.check_plan(&plan)?;
+        self.cache.check_step(plan.cache_instance, plan.step)?;
         check_results(&plan, results)?;
-        self.events.forget_told();
         if self.cache.finish_step() {
             self.sequences.lose(&self.cache);
         }
         while let Some(index) = self.sequences.pop_pending_fork() {
             self.resolve_fork(index);
         }
-        let mut first = 0;
+        let mut left = Answers { tokens: &plan.token_ids, rows: &plan.logit_rows, results };
         let planned = std::mem::take(&mut self.planned);
         for &index in &planned {
-            let counts = self.sequences.count_in(index);
-            let end = first + counts.logits;
-            let answers = Answers {
-                tokens: &plan.token_ids,
-                rows: &plan.logit_rows[first..end],
-                results: &results[first..end],
-            };
-            self.commit_sequence(index, counts, answers);
-            first = end;
+            let committed = self.sequences.commit(index, &mut left, &mut self.cache);
+            self.settle_results(index, committed);
         }
         self.planned = planned;
         self.planned.clear();
@@ -48,48 +39,51 @@ impl Scheduler {
             self.forget_own_tails();
         }
         self.stats.steps += 1;
+        self.cache.check_poison()?;
         let waste = self.cache.tail_waste_tokens();
         self.stats.tail_waste_tokens_peak = self.stats.tail_waste_tokens_peak.max(waste);
-        self.cache.check_poison()?;
         Ok(self.events.tell())
     }
 
-    fn commit_sequence(&mut self, index: Index, counts: Counts, answers: Answers<'_>) {
-        self.stats.recomputed_tokens += u64::from(counts.again);
-        self.stats.prompt_tokens += u64::from(counts.input);
-        if counts.is_aborting {
-            self.finish(index, FinishReason::Aborted);
-            return;
-        }
-        // One valid result confirms all that was computed before it, and a sequence that asks for none says so itself.
-        let valid = |result: &RowResult| *result != RowResult::Invalid;
-        if answers.results.iter().any(valid)
-            || fault!(InvalidRemembered)
-            || self.sequences[index].is_complete()
-        {
-            self.register_blocks(index);
-        }
-        let finished = if counts.has_samples {
-            match self.part_samples(index, answers) {
+    /// What follows for all others from what a sequence has computed and taken.
+    #[inline]
+    fn settle_results(&mut self, index: Index, committed: Committed<'_>) {
+        self.stats.recomputed_tokens += u64::from(committed.again);
+        self.stats.prompt_tokens += u64::from(committed.input);
+        let finished = match committed.next {
+            Next::Aborts => return self.finish(index, FinishReason::Aborted),
+            Next::Parts(answers) => match self.part_samples(index, answers) {
                 Carrier::Gone => return,
                 Carrier::Runs => None,
                 Carrier::Finished(reason) => Some(reason),
-            }
-        } else {
-            self.take_answer(index, answers, 0)
+            },
+            Next::Took(taken) => self.tell_tokens(taken),
         };
-        if counts.has_drafts && !fault!(RefusedDraftsStay) {
+        if committed.is_found_further {
+            // Those that were refused may find an equal prompt now.
+            self.ledger.note_given_up();
+        }
+        if committed.has_drafts && !fault!(RefusedDraftsStay) {
             self.give_back(index);
         }
         match finished {
             Some(reason) => self.finish(index, reason),
             None => {
                 self.sequences.recount(index, &self.cache);
-                if counts.is_asked {
+                if committed.is_asked {
                     self.settle(index);
                 }
             }
         }
+    }
+
+    /// Tells the tokens that a sequence has taken. Returns why it has ended, if it has.
+    fn tell_tokens(&mut self, taken: Taken<'_>) -> Option<FinishReason> {
+        for token in taken.drafts.iter().copied().chain(taken.next) {
+            self.events.push(StepEvent::Token { sequence: taken.sequence, token });
+            self.stats.generated_tokens += 1;
+        }
+        taken.reason
     }
 
     /// Rows of refused drafts return.
@@ -101,47 +95,14 @@ impl Scheduler {
         }
     }
 
-    /// Appends what the `place`-th answer says. Returns why the sequence has ended, if it has.
-    fn take_answer(&mut self, index: Index, answers: Answers<'_>, place: usize) -> Option<FinishReason> {
-        let Some(&result) = answers.results.get(place) else {
-            // Part of a prompt, or a sequence that had nothing to generate.
-            let sequence = &self.sequences[index];
-            return (sequence.uncomputed() == 0).then(|| sequence.full_reason());
-        };
-        let (accepted, next) = match result {
-            RowResult::Token(token) => (0, token),
-            RowResult::Accepted { rows, next } => (rows, next),
-            RowResult::Invalid => return Some(FinishReason::Invalid),
-        };
-        let drafts = answers.rows[place].row as usize + 1;
-        for &draft in &answers.tokens[drafts..drafts + accepted as usize] {
-            // The draft's row is in the cache already.
-            if let Some(reason) = self.push_token(index, draft, true) {
-                return Some(reason);
-            }
-        }
-        self.push_token(index, next, false)
-    }
-
-    /// Appends a token, unless what the step answers lies behind a cut.
-    fn push_token(&mut self, index: Index, token: TokenId, draft: bool) -> Option<FinishReason> {
-        let (sequence, reason) = self.sequences.push(index, token, draft)?;
-        self.events.push(StepEvent::Token { sequence, token });
-        self.stats.generated_tokens += 1;
-        reason
-    }
-
-    /// The samples of a request part, if its input is computed: each but the first, whose record it was, takes a table of
-    /// its own, sharing the input, and each takes its first new token.
+    /// The samples of a request part: each but the first, whose record it was, takes a table of its own, sharing the input,
+    /// and each takes its first new token.
     fn part_samples(&mut self, index: Index, answers: Answers<'_>) -> Carrier {
-        let (samples, aborted) = match self.sequences.part_samples(index) {
-            Parting::NotYet => return Carrier::Runs,
-            Parting::NoneAlive => {
-                self.finish(index, FinishReason::Aborted);
-                return Carrier::Gone;
-            }
-            Parting::Now { samples, aborted } => (samples, aborted),
-        };
+        if self.sequences[index].first_alive().is_none() {
+            self.finish(index, FinishReason::Aborted);
+            return Carrier::Gone;
+        }
+        let (samples, aborted) = self.sequences.take_samples(index);
         let alive = samples.iter().copied().filter(|sample| !aborted.contains(sample)).skip(1);
         // All share the input before any of them goes on from it.
         let others: Vec<Index> = alive.map(|sample| self.split_sample(index, sample)).collect();
@@ -154,7 +115,8 @@ impl Scheduler {
                 self.tell_aborted(index, sample);
                 continue;
             };
-            match self.take_answer(record, answers, place) {
+            let taken = self.sequences.take_answer(record, answers, place);
+            match self.tell_tokens(taken) {
                 Some(reason) if record == index => state = Carrier::Finished(reason),
                 Some(reason) => self.finish(record, reason),
                 // The first one is counted when its step is settled.
@@ -217,15 +179,6 @@ impl Scheduler {
         self.ledger.note_given_up();
         self.settle(index);
     }
-}
-
-/// What a plan asked of one sequence, and what the application answered.
-#[derive(Clone, Copy)]
-struct Answers<'a> {
-    /// All tokens of the plan, drafts among them.
-    tokens: &'a [TokenId],
-    rows: &'a [LogitRow],
-    results: &'a [RowResult],
 }
 
 /// What became of the record that carried a request's samples.

@@ -6,8 +6,8 @@ use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::State;
 
 impl Scheduler {
-    /// Cuts a sequence to its first `len` tokens; a running one generates again from there, up to the same maximum. What a
-    /// step that is outstanding answers for it is not told, and lost.
+    /// Cuts a sequence to its first `len` tokens; a running one generates again from there, up to the same maximum.
+    /// What an outstanding step answers for it is lost.
     ///
     /// # Errors
     /// [`RequestError::Unknown`], [`RequestError::BeyondLength`] when it is shorter, [`RequestError::EmptyPrompt`] for 0;

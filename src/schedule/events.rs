@@ -6,37 +6,31 @@
 use crate::ids::SequenceId;
 use crate::schedule::request::StepEvent;
 
-/// The events of the next commit; after a commit, those that it has told, until something new happens.
+/// The events of the next commit, and before them those that the last one has told.
 #[derive(Debug, Default)]
 pub(super) struct Events {
     list: Vec<StepEvent>,
-    are_told: bool,
+    /// Of these, how many the last commit has told.
+    num_told: usize,
 }
 
 impl Events {
     pub(super) fn push(&mut self, event: StepEvent) {
-        self.forget_told();
         self.list.push(event);
     }
 
     /// Takes back that a sequence was let in, if that has not been told.
     pub(super) fn take_back_admission(&mut self, id: SequenceId) {
-        self.forget_told();
+        self.list.drain(..std::mem::take(&mut self.num_told));
         let is_it =
             |event: &StepEvent| matches!(event, StepEvent::Admitted { sequence, .. } if *sequence == id);
         self.list.retain(|event| !is_it(event));
     }
 
-    /// Begins a commit: what the last one has told is not told again.
-    pub(super) fn forget_told(&mut self) {
-        if std::mem::take(&mut self.are_told) {
-            self.list.clear();
-        }
-    }
-
-    /// Ends a commit, which tells them.
+    /// Ends a commit, which tells them; what the last one has told is not told again.
     pub(super) fn tell(&mut self) -> &[StepEvent] {
-        self.are_told = true;
+        self.list.drain(..self.num_told);
+        self.num_told = self.list.len();
         &self.list
     }
 }

@@ -4,8 +4,9 @@ use crate::schedule::scheduler::{Index, Scheduler};
 use crate::schedule::sequence::State;
 
 impl Scheduler {
-    /// Forgets everything that lay on the device: to be called when the device is lost, or when a step was committed that
-    /// never ran there, before the next [`schedule`](Self::schedule). No tokens are lost, and those generated afterwards are the same.
+    /// Forgets everything that lay on the device. Call it before the next [`schedule`](Self::schedule) when the device
+    /// is lost, or when a committed step never ran there. No tokens are lost, and those generated afterwards are the
+    /// same.
     ///
     /// - A plan that was neither committed nor dropped is rolled back; committing it is
     ///   [`CommitError::StalePlan`](crate::CommitError::StalePlan). What was asked of its sequences meanwhile (abort, fork,
@@ -15,12 +16,12 @@ impl Scheduler {
     /// - A kept sequence stays kept; what it had on the device is computed again when it is extended.
     /// - The prefix cache is empty, pinned content included.
     /// - Under guaranteed admission, a sequence that was promised its blocks still is, in the order of the line, as far as the pool
-    ///   holds what sequences now need apart: those that shared blocks may not all run side by side any more. The others
-    ///   wait until their blocks can be promised again; none is refused.
+    ///   holds what sequences now need each for itself: those that shared blocks may not all run side by side any more.
+    ///   The others wait until their blocks can be promised again; none is refused.
     ///
     /// Pass on the device part's last reports ([`complete_transfers`](Self::complete_transfers)) first: blocks that have
-    /// not been reported count as lost. `PagedAttention::rebuild` makes the other half: it keeps the host pool, and takes
-    /// no plan that was made before this call.
+    /// not been reported count as lost. `PagedAttention::rebuild` does the other half: it keeps the host pool, and
+    /// takes no plan that was made before this call.
     ///
     /// # Complexity
     /// O(blocks of the pool + table entries + sequences · log sequences).

@@ -24,7 +24,7 @@ pub(super) struct Ledger {
 /// What is reserved, as one sequence sees it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Reserve {
-    /// Blocks that are reserved for others. Nothing is copied that they would be lacking for.
+    /// Blocks that are reserved for others: copies that can be done without do not take them.
     pub(super) for_others: u32,
     /// Blocks that it must leave alone: none, if what it needs is reserved itself.
     pub(super) untouchable: u32,

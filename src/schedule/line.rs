@@ -98,7 +98,7 @@ impl Line {
         self.claimants.contains_key(&place)
     }
 
-    /// Everyone in line with its place, and the sequence that it stands behind: first those that may be asked.
+    /// All in line with their places, and the sequences that they stand behind: first those that may be asked.
     pub(super) fn all(&self) -> impl Iterator<Item = (Place, Index, Option<Index>)> {
         let open = self.open.iter().map(|(&place, &index)| (place, index, None));
         open.chain(self.behind.iter().map(|(&(other, place), &index)| (place, index, Some(other))))

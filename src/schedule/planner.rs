@@ -64,10 +64,10 @@ impl Scheduler {
     /// Sets the budgets of the steps that are planned from now on: rows, and (row, key) pairs, as in
     /// [`SchedulerConfig`](crate::SchedulerConfig).
     ///
-    /// An application that draws has so many milliseconds for a step. Once it has seen how long steps take, it divides the
-    /// sum of their [`work`](StepPlan::work) by the sum of their times, which is pairs per second, and multiplies by what
-    /// it has; for the rest of the model it does the same with rows. Steps of about that size count: small ones take
-    /// longer per pair. `step_tokens` must not exceed the rows of the tensors that it has bound.
+    /// An application that draws has a fixed time for a step. Once it has seen how long steps take, it divides the sum
+    /// of their [`work`](StepPlan::work) by the sum of their times and multiplies these pairs per second by the time
+    /// that it has. For the rest of the model it does the same with rows. Only steps of about that size count: small
+    /// ones take longer per pair. `step_tokens` must not exceed the rows of the tensors that it has bound.
     ///
     /// # Errors
     /// [`ConfigError::Zero`] when one of them is 0; the budgets are as before then.
@@ -329,7 +329,7 @@ impl Scheduler {
     fn slide(&mut self, index: Index, table: TableId, rows: u32) -> u32 {
         self.cache.slide(table);
         self.sequences.recount(index, &self.cache);
-        // What it leaves pinned behind its window does not take what is promised, be it that kept sequences hold it, too.
+        // What it leaves pinned behind its window does not take what is promised, even if kept sequences hold it, too.
         while self.sequences[index].is_promised() && self.promises().check(None).is_err() {
             if self.cache.give_up_pins(self.cache.free_blocks() + 1) == 0 && !self.give_up_pinned_content() {
                 break;

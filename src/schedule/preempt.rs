@@ -1,8 +1,8 @@
 //! Preemption: how a sequence loses its blocks, and how it gets them back.
 //!
-//! As `residency` says, a victim is swapped out, its blocks moved to the host pool by the outstanding step, or its blocks are given up and its
-//! tokens computed again. In the queue it keeps its place. A step that is dropped takes what it moved with it: then the
-//! tokens are computed again.
+//! Either a victim is swapped out, and the outstanding step moves its blocks to the host pool; or its blocks are given
+//! up, and its tokens computed again. `residency` chooses. In the queue it keeps its place. A step that is dropped
+//! takes what it moved with it: then the tokens are computed again.
 
 use crate::ids::{SequenceId, TableId};
 use crate::schedule::blocks;
@@ -20,8 +20,8 @@ impl Scheduler {
     }
 
     /// Takes note of transfers that the device part is done with (`PagedAttention::poll_transfers`): blocks that have
-    /// arrived can come back, and slots that were read are free. What did not arrive is computed again. Reports of dropped steps, and
-    /// repeated ones, are ignored; any order will do.
+    /// arrived can come back, and slots that were read are free. What did not arrive is computed again. Reports of
+    /// dropped steps, and repeated ones, are ignored; any order will do.
     pub fn complete_transfers(&mut self, reports: &[TransferReport]) {
         for report in reports {
             self.cache.complete_transfers(report.step, report.complete);

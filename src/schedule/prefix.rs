@@ -1,7 +1,8 @@
-//! The prefix cache as requests see it: what a sequence finds when it is let in, whom it waits for, and what it leaves.
+//! The prefix cache as requests see it: what a sequence finds when it is let in, whom it waits for, and what is forgotten.
 //!
-//! A sequence's full blocks are registered when a step of it commits with a valid result: that confirms all its tokens so
-//! far. So what an invalid or aborted sequence computed, and no result has confirmed, is never found by others (I6).
+//! A sequence's full blocks are registered when a step of it commits with a valid result (`sequence/results.rs`): that
+//! confirms all its tokens so far. So what an invalid or aborted sequence computed, and no result has confirmed, is never
+//! found by others (I6).
 
 use crate::cache::{KvCache, PrefixMatch};
 use crate::ids::TableId;
@@ -111,32 +112,12 @@ impl Scheduler {
         Ok(table)
     }
 
-    /// Lets others find a sequence's full blocks, as far as they are confirmed: all that it has computed.
-    pub(super) fn register_blocks(&mut self, index: Index) {
-        let sequence = self.sequences.confirm(index);
-        let Some(table) = sequence.table().filter(|_| self.config.prefix_cache.is_some()) else { return };
-        let node_tokens = self.cache.node_tokens();
-        let (full, input_len) = (sequence.confirmed() / node_tokens, sequence.terms.input_len);
-        let registered = self.cache.registered_nodes(table);
-        if registered >= full {
-            return;
-        }
-        self.sequences.register(index, table, full * node_tokens, &mut self.cache);
-        if (registered + 1) * node_tokens <= input_len && self.cache.registered_nodes(table) > registered {
-            // Those that were refused may find an equal prompt now.
-            self.ledger.note_given_up();
-            self.sequences.wake_behind(index);
-        }
-    }
-
     /// A fault: blocks can be found as soon as they are planned, before anything has computed them.
     pub(super) fn register_planned(&mut self, index: Index, len: u32) {
         let sequence = &self.sequences[index];
         let Some(table) = sequence.table() else { return };
         let (namespace, known) = (&sequence.terms.namespace, &sequence.tokens()[..len as usize]);
-        let mut hashes = Vec::new();
-        self.cache.extend_hashes(namespace, known, &mut hashes);
-        self.cache.register(table, namespace, known, &hashes, &[]);
+        self.cache.register(table, namespace, known, &mut Vec::new(), &[]);
     }
 
     /// No request finds what an invalid sequence computed, nor what continues it.

@@ -93,9 +93,9 @@ impl Request {
     }
 
     /// How the prefix cache keeps the blocks that lie within `tokens` (positions in the sequence) once no table holds
-    /// them. With `ttl_steps` they are found for that many steps after the last one in which a sequence held them, with 0
-    /// not even in the next one, and whatever continues them no longer; with `None` for ever. Of ranges that overlap, the
-    /// best counts.
+    /// them. With `ttl_steps` they are found for that many steps after the last one in which a sequence held them (with
+    /// 0, not even in the next one), and what continues them is found no longer than they are. With `None` they are
+    /// found for ever. Of ranges that overlap, the best counts.
     ///
     /// A system prompt that stays: `.retain(0..600, Retention::Pinned, None)`.
     pub fn retain(mut self, tokens: Range<u32>, retention: Retention, ttl_steps: Option<u32>) -> Self {
@@ -433,6 +433,10 @@ impl fmt::Display for FinishReason {
 }
 
 /// What happened since the last commit, in its order.
+///
+/// Every sequence has exactly one [`Finished`](Self::Finished) in a turn, in the commit that ends it or, where it was
+/// aborted, in the next one: whether it waited, ran or was in the outstanding step. What has finished and is only kept
+/// does not finish again.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum StepEvent {

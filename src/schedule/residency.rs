@@ -75,7 +75,7 @@ impl Residency {
         let found = victim.findable.map_or(0, |shared| shared.max((f64::from(computed) * again) as u32));
         let swap_s = bytes / rates.swap_bytes_per_s;
         let recompute_s = f64::from(computed.saturating_sub(found)) / rates.prefill_tokens_per_s;
-        // Also where the two cannot be compared, its tokens are kept.
+        // Its tokens are kept where the two cannot be compared, too.
         let recomputes = recompute_s < swap_s;
         (!recomputes, PreemptionReason::Rates { swap_s, recompute_s })
     }

@@ -110,7 +110,7 @@ impl Scheduler {
 
     /// Whether a sequence for which no room can be made gives up its own blocks: by policy, while others run that may
     /// need them, and if that frees any. Where windows move on, several may hold what another one has left behind, so that
-    /// none of them frees anything alone: then each gives way when nobody goes on otherwise.
+    /// none of them frees anything alone: then each gives way when none goes on otherwise.
     pub(super) fn yields(&self, index: Index) -> bool {
         let sequence = &self.sequences[index];
         self.config.victims == VictimPolicy::Requester

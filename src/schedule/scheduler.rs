@@ -1,8 +1,9 @@
 //! [`Scheduler`]: takes requests, plans steps, takes results. It coordinates owners, each of which alone changes what it
 //! has: `Sequences` the records and their queues, `Ledger` what is promised and reserved, `Residency` what swapping costs,
 //! `Events` what is not told yet, `KvCache` the blocks. This file holds requests and questions between steps, `branch`
-//! and `cut` what else an application does then; `transitions` moves a sequence through several owners at once, `planner` makes the plan, `admission` is the queue's door, `promise` and
-//! `room` decide who may have blocks, `commit` takes the results, `abort` ends sequences before their time.
+//! and `cut` what else an application does then. `transitions` moves a sequence through several owners at once,
+//! `planner` makes the plan, `admission` is the queue's door, `promise` and `room` decide who may have blocks, `commit`
+//! takes the results, and `abort` ends sequences before their time.
 //!
 //! A step is planned, recorded, submitted, and committed; one is outstanding at a time. What an application does to a
 //! sequence of the outstanding step (abort, fork, truncate) takes effect when the step is committed or rolled back.

@@ -1,5 +1,5 @@
 //! One sequence's record, and the states that it goes through. [`Sequences`] owns all records and the queues they stand in;
-//! it alone changes them. Everybody else reads.
+//! it alone changes them; all others read.
 //!
 //! ```text
 //!      add, add_branch                             part
@@ -27,13 +27,14 @@
 //!
 //! | what changes | functions |
 //! |---|---|
-//! | `computed`, upwards | `open`, `share` and `share_all` (what is known already), `count_in` and `push` (rows that were committed) |
+//! | `computed`, upwards | `open`, `share` and `share_all` (what is known already), `commit` and `take_answer` (rows that were committed) |
 //! | `computed`, downwards | `make_cut`, `extend` (the last token is computed again), `lose` (blocks that did not arrive), `restart` (all blocks given up) |
 //! | place | `add`, `add_branch`, `part` and `extend` (by arrival), `rename` (another sample stands for all); a preempted sequence keeps it |
-//! | what is planned | `plan`, undone by `unplan`, done by `count_in` |
+//! | what is planned | `plan`, undone by `unplan`, done by `commit` |
 
 mod consistency;
 mod lengths;
+mod results;
 mod samples;
 mod sequences;
 mod sums;
@@ -41,11 +42,10 @@ mod sums;
 use crate::cache::{KvCache, Namespace, RetainRange};
 use crate::ids::{SequenceId, TableId, TokenId};
 use crate::schedule::admission::Lacking;
-use crate::schedule::request::{FinishReason, PrefixReport, Priority, Request};
+use crate::schedule::request::{PrefixReport, Priority, Request};
 use crate::schedule::scheduler::Index;
 use crate::schedule::step_plan::LogitRow;
-pub(super) use lengths::Counts;
-pub(super) use samples::Parting;
+pub(super) use results::{Answers, Committed, Next, Taken};
 pub(super) use sequences::Sequences;
 use std::sync::Arc;
 use sums::Counted;
@@ -180,13 +180,6 @@ impl std::ops::Index<Index> for Sequences {
     /// For a record that has ended: an index in a queue has one.
     fn index(&self, index: Index) -> &Sequence {
         self.records[index].as_ref().expect("an index in a queue has a record")
-    }
-}
-
-/// How a record is changed: by the functions of this module alone.
-impl Sequences {
-    fn record(&mut self, index: Index) -> &mut Sequence {
-        self.records[index].as_mut().expect("an index in a queue has a record")
     }
 }
 
@@ -337,12 +330,6 @@ impl Sequence {
         (self.tokens.len() as u32) < self.terms.max_tokens
     }
 
-    /// Whether all of it is computed, and no token is wanted.
-    pub(super) fn is_complete(&self) -> bool {
-        let len = self.tokens.len() as u32;
-        len >= self.terms.max_tokens && len == self.computed
-    }
-
     pub(super) fn table(&self) -> Option<TableId> {
         self.table
     }
@@ -379,11 +366,6 @@ impl Sequence {
         self.planned_rows
     }
 
-    /// Whether something was asked of it that is done when the outstanding step ends.
-    pub(super) fn is_asked(&self) -> bool {
-        self.aborting || self.truncating.is_some() || !self.aborted_samples.is_empty()
-    }
-
     pub(super) fn is_aborting(&self) -> bool {
         self.aborting
     }
@@ -408,10 +390,5 @@ impl Sequence {
         let (tokens, nodes) = (self.terms.max_tokens as usize, cache.nodes_of(self.terms.max_tokens));
         self.tokens.reserve(tokens.saturating_sub(self.tokens.len()));
         self.hashes.reserve(nodes.saturating_sub(self.hashes.len()));
-    }
-
-    /// Why it has ended, now that all its tokens are there.
-    pub(super) fn full_reason(&self) -> FinishReason {
-        if self.terms.to_context_end { FinishReason::ContextFull } else { FinishReason::MaxTokens }
     }
 }

@@ -17,8 +17,9 @@ pub struct SequenceStatus<'a> {
     pub tokens: u32,
     /// Those whose keys and values are stored, those of the host pool included; the outstanding step's are not.
     pub computed_tokens: u32,
-    /// Its blocks in the pool, in order: `blocks[i]` holds the tokens from `i * block_size` on. Those that the outstanding
-    /// step writes are among them.
+    /// Its blocks in the pool, as [`KvCache::block_ids`](crate::KvCache::block_ids) has them: `blocks[i]` holds the
+    /// tokens from `i * block_size` on, where no window has left blocks behind. Those that the outstanding step writes
+    /// are among them.
     pub blocks: &'a [BlockId],
     /// Its blocks in the host pool, which follow them.
     pub host_blocks: u32,

@@ -1,6 +1,6 @@
 //! [`StepBuilder`]: turns pushes of tokens into the flat arrays of a [`StepPlan`], over a [`KvCache`].
 //!
-//! The scheduler and applications with a scheduler of their own build their steps here; nobody else writes a plan.
+//! The scheduler and applications with a scheduler of their own build their steps here; nothing else writes a plan.
 
 use crate::cache::{Growth, KvCache};
 use crate::error::{CacheError, CommitError};
@@ -13,7 +13,7 @@ use std::ops::Range;
 pub struct StepBuilder<'a> {
     cache: &'a mut KvCache,
     plan: StepPlan,
-    /// Rows that the plan shall have at least.
+    /// The fewest rows that the plan is to have.
     padded_rows: u32,
 }
 
@@ -242,19 +242,8 @@ impl KvCache {
     /// [`CommitError::StalePlan`] when the plan is not the outstanding one, [`CommitError::ForeignPlan`] when another
     /// cache made it.
     pub fn commit_step(&mut self, plan: StepPlan) -> Result<(), CommitError> {
-        self.check_plan(&plan)?;
+        self.check_step(plan.cache_instance, plan.step)?;
         self.finish_step();
-        Ok(())
-    }
-
-    pub(crate) fn check_plan(&self, plan: &StepPlan) -> Result<(), CommitError> {
-        self.check_poison()?;
-        if plan.cache_instance != self.instance() {
-            return Err(CommitError::ForeignPlan { plan: plan.cache_instance, cache: self.instance() });
-        }
-        if !self.is_outstanding(plan.step) {
-            return Err(CommitError::StalePlan { step: plan.step });
-        }
         Ok(())
     }
 }

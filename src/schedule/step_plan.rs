@@ -202,7 +202,7 @@ impl StepPlan {
         self.stacks.first().map_or(&[], StackPlan::changed_entries)
     }
 
-    /// Blocks to move to the host pool before anything else: the step may give them a new content.
+    /// Blocks to move to the host pool before anything else: the step may give them new content.
     pub fn swap_outs(&self) -> &[BlockSwap] {
         &self.swap_outs
     }

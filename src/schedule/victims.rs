@@ -147,8 +147,8 @@ impl Victims {
 
     fn may_preempt(&self, policy: VictimPolicy, other: &Candidate) -> bool {
         let Requester { index, place, priority, is_protected, .. } = self.requester;
-        // What a protected sequence's window leaves behind does not return while another one holds it, which may stand
-        // before it, and have nothing to go on with itself.
+        // What a protected sequence's window leaves behind does not return while another one holds it. That one may
+        // stand before it, and have nothing to go on with.
         let is_last = is_protected && self.resort == Resort::Last;
         let within_reach = match (self.reach, policy) {
             (Reach::Idle, _) => false,

@@ -4,11 +4,11 @@
 //! (spans of keys); one with more becomes prefill items (tiles of query rows, and spans of keys where the tiles alone do
 //! not fill the device: a few drafts to verify, or the end of a prompt, over a long context). Spans of one row are merged
 //! exactly, so every cut gives the same result up to rounding. Keys that no row of an item sees are in no span, except for
-//! less than a quantum before a window; the first tokens that rows see beside a window belong to the span in which it begins.
+//! less than a quantum before a window. First tokens that rows see beside a window belong to the span in which it begins.
 //!
-//! With [`SplitConfig::fixed_span_tokens`] the cuts of a row
-//! that is a sequence's only one in the step depend on its own context alone; with [`SplitConfig::batch_invariant`] those of
-//! every row, and its bits on nothing but its query and its keys (`row_groups.rs`).
+//! With [`SplitConfig::fixed_span_tokens`] the cuts of a row that is a sequence's only one in the step depend on its own
+//! context alone. With [`SplitConfig::batch_invariant`] those of every row do, and its bits depend on nothing but its query
+//! and its keys (`row_groups.rs`).
 //!
 //! Numbers of zero in a [`SplitConfig`] count as one.
 
@@ -32,7 +32,8 @@ pub struct SplitConfig {
     pub workgroups_per_tile: u32,
     /// Query heads per kv head.
     pub heads_per_kv_head: u32,
-    /// (row, query head) pairs that one prefill workgroup handles.
+    /// (row, query head) pairs that one prefill workgroup handles. The lists have an item for so many, and take memory
+    /// accordingly.
     pub prefill_queries: u32,
     /// Spans start at multiples of this many tokens: a multiple of the block size and of the key tile of the kernel that
     /// runs them.
@@ -93,7 +94,7 @@ pub struct PrefillItem {
 }
 
 impl PrefillItem {
-    /// Words of an item as shaders read it, which have the number from here.
+    /// Words of an item as shaders read it: they take the number from here.
     pub const WORDS: u32 = 8;
 
     /// The item as shaders read it.

@@ -1,8 +1,8 @@
 //! Sizes against numbers worked out by hand, and every way in which a configuration is refused.
 
 use paged_kv::{
-    Admission, ArenaLayout, CacheConfig, ConfigError, Error, KvFormat, KvPart, KvType, MAX_ARENA_BYTES,
-    ModelShape, Request, Schedule, Scheduler, SchedulerConfig,
+    Admission, ArenaLayout, CacheConfig, ConfigError, Error, KvFormat, KvPart, KvType, LayerGroup,
+    MAX_ARENA_BYTES, ModelShape, Reach, Request, Schedule, Scheduler, SchedulerConfig,
 };
 
 const MIB: u64 = 1 << 20;
@@ -50,7 +50,7 @@ fn a_sequence_stopped_early_holds_only_the_blocks_of_its_tokens() {
     let Schedule::Step(_plan) = scheduler.schedule() else { panic!("a step") };
     let stats = scheduler.stats();
     assert_eq!(stats.cache.held_blocks, 13 + 1);
-    // 2 x 256 blocks are promised, so nobody else is let in although 498 are free.
+    // 2 x 256 blocks are promised, so no other is let in although 498 are free.
     assert_eq!((stats.cache.free_blocks, stats.running, stats.waiting), (498, 2, 1));
     scheduler.abort(chat).unwrap();
     let Schedule::Step(plan) = scheduler.schedule() else { panic!("a step") };
@@ -304,6 +304,23 @@ fn zeros_are_refused_by_name() {
         scheduler(|config| config.admission = Admission::Overcommitted { watermark_blocks: 4 }),
         Error::Config(ConfigError::Watermark { watermark_blocks: 4, num_blocks: 4 })
     );
+}
+
+/// As in Gemma 4 and, with 576 and 512, DeepSeek's latent rows.
+#[test]
+fn b65_heads_above_256_are_refused_with_the_limit_and_others_may_differ() {
+    let refused = |shape: &ModelShape, v_head_dim| {
+        let format = KvFormat::from(KvType::F16).with_v_head_dim(v_head_dim);
+        CacheConfig::for_blocks(1, shape, format).err()
+    };
+    let error = |head_dim| Some(ConfigError::HeadDim { head_dim, max: 256 });
+    assert_eq!(refused(&ModelShape::new(1, 8, 1, 512), 512), error(512));
+    assert_eq!(refused(&ModelShape::new(1, 8, 1, 576), 512), error(576));
+    assert_eq!(refused(&ModelShape::new(1, 8, 1, 256), 512), error(512));
+    assert_eq!(refused(&ModelShape::new(1, 8, 1, 192), 128), None);
+    let windowed = LayerGroup::new([1], 8, 2, 256).with_reach(Reach::Window { tokens: 1024, first: 0 });
+    let mixed = ModelShape::of_groups([LayerGroup::new([0], 8, 1, 512), windowed]);
+    assert_eq!(CacheConfig::for_blocks(1, &mixed, KvType::F16).err(), error(512));
 }
 
 #[test]

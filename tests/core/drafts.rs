@@ -1,4 +1,4 @@
-//! Drafts: rows for tokens that are not decided yet, and what is reserved for them.
+//! Drafts: rows for tokens that are not decided yet, for which nothing is reserved.
 
 use crate::scenarios::{cache, overcommitted, plain};
 use paged_kv::{

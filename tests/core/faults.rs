@@ -1,7 +1,7 @@
 //! Mutation check: every [deliberate fault](paged_kv::Fault) is caught by the simulation, and one by random swaps of tables.
 //!
-//! The table under "Deliberate faults" in ARCHITECTURE.md names each fault, the invariant that it breaks, and words of the
-//! assertion that caught it; this test holds it to be true.
+//! The table under "Deliberate faults" in ARCHITECTURE.md names each fault, the invariant that it breaks, and words of
+//! the assertion that caught it; this test checks it.
 
 use crate::simulation::{Models, live};
 use crate::swap_histories;

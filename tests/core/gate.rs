@@ -1,5 +1,5 @@
-//! What the library gives today for one ordinary group of layers, byte for byte: the plans, events and error texts of some
-//! hundred random histories of a scheduler and of a cache under somebody else's scheduler.
+//! What the library gives today for one ordinary group of layers, byte for byte: the plans, events and error texts of
+//! some hundred random histories of a scheduler, and of a cache under an application's own scheduler.
 //!
 //! `gate/*.txt` hold one line a history: its number, its entries (one for each thing done), the FNV-1a hash of all their
 //! text, and after each entry four digits of the hash so far, so that a difference is found where it begins. Every 25th
@@ -16,7 +16,7 @@ mod text;
 use std::fs;
 use std::path::PathBuf;
 
-/// Every one of so many histories is written out in full.
+/// One history in this many is written out in full.
 const FULL: usize = 25;
 
 /// What a history gave: one entry for each thing that was done.

@@ -26,7 +26,7 @@ const KNOWN: &[&str] = &[
     "WorkSplit::split",
 ];
 
-/// Whether a function must be spared what it is known not to bear.
+/// Whether a function must be spared what it is known to fail at.
 fn is_known(name: &str) -> bool {
     KNOWN.contains(&name)
 }

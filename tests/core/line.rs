@@ -380,6 +380,37 @@ fn a_small_request_passes_a_large_one_that_waits_for_blocks() {
 }
 
 #[test]
+fn every_sequence_that_waits_says_why() {
+    let waits_for = |scheduler: &Scheduler, id| scheduler.status(id).unwrap().waits_for;
+    let add = |scheduler: &mut Scheduler| {
+        [1, 2, 3].map(|first| scheduler.add(Request::new([first]).max_new_tokens(9)).unwrap())
+    };
+    let one_table = cache(16, 4).with_max_sequences(1).unwrap();
+    let mut scheduler = Scheduler::new(plain(), one_table).unwrap();
+    let ids = add(&mut scheduler);
+    assert_eq!(ids.map(|id| waits_for(&scheduler, id)), [Some(WaitReason::Line); 3], "none was asked");
+    for _ in 0..3 {
+        let plan = plan_of(&mut scheduler);
+        let waiting = ids.map(|id| waits_for(&scheduler, id));
+        assert_eq!(waiting, [None, Some(WaitReason::Tables), Some(WaitReason::Line)]);
+        commit(&mut scheduler, plan);
+    }
+    // Three that run, and rows for one.
+    let mut scheduler = Scheduler::new(plain(), cache(16, 4)).unwrap();
+    let ids = add(&mut scheduler);
+    let plan = plan_of(&mut scheduler);
+    commit(&mut scheduler, plan);
+    scheduler.set_step_budgets(1, 1 << 20).unwrap();
+    for _ in 0..3 {
+        let plan = plan_of(&mut scheduler);
+        let mut waiting = ids.map(|id| waits_for(&scheduler, id));
+        waiting.sort_by_key(Option::is_some);
+        assert_eq!(waiting, [None, Some(WaitReason::Budget), Some(WaitReason::Budget)]);
+        commit(&mut scheduler, plan);
+    }
+}
+
+#[test]
 fn a_large_request_is_passed_by_as_many_small_ones_as_configured_and_no_more() {
     for max_passed in [0, 3] {
         let mut scheduler = Scheduler::new(SchedulerConfig { max_passed, ..plain() }, cache(16, 4)).unwrap();

@@ -129,7 +129,7 @@ fn at_its_bound_a_sequence_returns_with_everything_reserved_and_stays() {
 
 #[test]
 fn a_protected_sequence_keeps_its_reservation_from_those_before_it() {
-    // With no preemption allowed, everybody is let in with everything reserved.
+    // With no preemption allowed, every request is let in with everything reserved.
     let config = SchedulerConfig { max_preemptions: 0, ..overcommitted(0) };
     let mut scheduler = Scheduler::new(config, cache(9, 4)).unwrap();
     let requests: Vec<_> =

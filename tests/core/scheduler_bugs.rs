@@ -4,8 +4,8 @@
 use crate::scenarios::{cache, overcommitted, plain, run, step};
 use crate::simulation::random::Random;
 use paged_kv::{
-    ConfigError, Error, FinishReason, Priority, Request, RequestError, RequestId, RowResult, Schedule,
-    Scheduler, SchedulerConfig, StepEvent, VictimPolicy,
+    ConfigError, Error, FinishReason, PrefixCacheConfig, Priority, Request, RequestError, RequestId,
+    RowResult, Schedule, Scheduler, SchedulerConfig, StepEvent, VictimPolicy,
 };
 
 fn with_step_tokens(step_tokens: u32) -> SchedulerConfig {
@@ -158,7 +158,7 @@ fn b45_a_turn_without_new_tokens_computes_one_token_again() {
         let chat = scheduler.add(Request::new(vec![1; len]).max_new_tokens(0).keep(true)).unwrap();
         run(&mut scheduler);
         assert_eq!(scheduler.computed_tokens(chat), Some(len as u32));
-        // Somebody else shares all of it and must not notice.
+        // A branch shares all of it and must not notice.
         let branch = scheduler.fork(chat, len, Request::new(vec![7]).max_new_tokens(9)).unwrap();
         scheduler.extend(chat, Request::new(Vec::new()).max_new_tokens(1)).unwrap();
         let shared = scheduler.stats().cache.shared_blocks;
@@ -261,6 +261,25 @@ fn b51_preempting_for_one_block_takes_one_victim() {
     let stats = scheduler.stats();
     assert_eq!((stats.preemptions, stats.running, stats.waiting), (1, 3, 1));
     assert_eq!(stats.cache.free_blocks, 0);
+}
+
+#[test]
+fn b67_a_full_context_ends_with_the_numbers_and_a_shortened_history_finds_its_beginning() {
+    let config = SchedulerConfig { prefix_cache: Some(PrefixCacheConfig::default()), ..overcommitted(0) };
+    let mut scheduler = Scheduler::new(config, cache(64, 16).with_max_sequence_tokens(256).unwrap()).unwrap();
+    let prompt: Vec<u32> = (0..132).collect();
+    let chat = scheduler.add(Request::new(prompt.clone()).keep(true)).unwrap();
+    let (answer, reason) = run(&mut scheduler).remove(&chat.sample(0)).unwrap();
+    assert_eq!((answer.len(), reason), (256 - 132, FinishReason::ContextFull));
+    let refused = scheduler.extend(chat, Request::new([7]));
+    assert_eq!(refused, Err(RequestError::ExceedsContext { needed: 257, max_tokens: 256 }));
+    // Without 112 tokens of the middle: nothing of what follows is taken for what it was, at other positions.
+    let history = [prompt, answer].concat();
+    let shortened = [&history[..32], &history[32 + 112..]].concat();
+    assert_eq!(shortened.len(), 144);
+    let next = scheduler.add(Request::new(shortened).max_new_tokens(1)).unwrap();
+    let Schedule::Step(plan) = scheduler.schedule() else { panic!("a step") };
+    assert_eq!((scheduler.prefix_report(next).unwrap().cached_tokens, plan.num_rows()), (32, 112));
 }
 
 /// Preemptions in 600 steps of a pool that is always too small.

@@ -1,4 +1,4 @@
-//! A steady decode step allocates nothing on the heap, and costs little: so much of a yardstick that is timed beside it.
+//! A steady decode step allocates nothing on the heap, and costs little by a yardstick that is timed beside it.
 //!
 //! A binary of its own, because it replaces the global allocator by one that counts.
 #![allow(clippy::unwrap_used)]
@@ -184,8 +184,8 @@ fn a_steady_decode_step_costs_no_more_than_so_many_multiplications() {
     for ((name, config, waiting), most) in configs().into_iter().zip([1500, 1600, 1700, 6700]) {
         let mut results = Vec::with_capacity(SEQUENCES as usize);
         let mut ratio = u64::MAX;
-        // Both by turns, so that a change of the clock speed meets both. What others do on the machine takes caches from a
-        // step, too: then it is tried for some seconds until they leave them alone for a moment.
+        // Both by turns, so that a change of the clock speed meets both. Other programs take a step's caches, too: so
+        // it is tried for some seconds, until they leave these alone for a moment.
         for round in 0..1000 {
             if round >= 3 && ratio < most {
                 break;

@@ -45,7 +45,7 @@ struct World {
     tables: Vec<Table>,
     /// Has the first row of every step, so that each can run.
     clock: TableId,
-    /// Steps that brought blocks back: if they failed, nobody would tell a table from a sound one.
+    /// Steps that brought blocks back: if they failed, a broken table would look like a sound one.
     returns: HashSet<StepId>,
 }
 

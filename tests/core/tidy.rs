@@ -358,6 +358,71 @@ fn documents_have_no_line_above_200_characters_and_the_front_page_1500_words() {
     assert!(words <= 1500, "README.md has {words} words");
 }
 
+/// What users looked for and did not find, or found wrong, by the page that says it.
+const TOLD: [(&str, &[&str]); 11] = [
+    (
+        "README.md",
+        &[
+            "Schedule::Waiting(_) => return Ok(true)",
+            "**`Waiting` is not the end.**",
+            "error E0499",
+            "**`keep` counts for one turn.**",
+            "**Positions are yours.**",
+            "scaled by `1 / sqrt(head_dim)`",
+            "once, for all layers and steps",
+            "its step is committed at once, without waiting",
+        ],
+    ),
+    (
+        "docs/embedding.md",
+        &[
+            "bounds a dispatch",
+            "Block copies, appends and merges are not cut",
+            "record one step over several submissions",
+            "within it the compiler says E0499",
+            "`.keep(true)` on the request of `add`, and on that of each `extend`",
+            "positions encoded (RoPE)",
+            "One `BoundTensors` serves all layers",
+            "without waiting for the device",
+            "agree with those that it has alone, but not in every bit",
+            "from a tick of your own",
+            "waits without a limit",
+        ],
+    ),
+    (
+        "docs/devices.md",
+        &[
+            "| heads above 256 elements |",
+            "| layers that differ, in heads or reach |",
+            "| bf16 and quantised keys and values |",
+            "| tree drafts |",
+            "| sessions on disk |",
+            "| elastic pools |",
+            "On DX12, bring `dxcompiler.dll` along",
+        ],
+    ),
+    ("docs/comparison.md", &["| stored types | f32, f16 | f16 only |"]),
+    ("docs/prefix-cache.md", &["one placeholder id", "**Kept chats are not covered**"]),
+    ("src/gpu/options.rs", &["What is not cut may exceed it", "a driver's watchdog counts submissions"]),
+    ("src/gpu/tensors.rs", &["`[rows, num_query_heads, head_dim]`, positions encoded"]),
+    ("src/cache/forget.rs", &["O(blocks of the pool + table entries), however long the chains are"]),
+    ("src/schedule/abort.rs", &["O(log sequences + blocks given back), for each sample"]),
+    ("src/schedule/planner.rs", &["O(running sequences + rows + new blocks)"]),
+    ("src/schedule/request.rs", &["exactly one [`Finished`](Self::Finished) in a turn"]),
+];
+
+#[test]
+fn pages_say_what_users_had_to_find_out() {
+    let words = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let mut missing = Vec::new();
+    for (page, sentences) in TOLD {
+        let text = fs::read_to_string(root().join(page)).unwrap().replace("///", "");
+        let text = words(&text);
+        missing.extend(sentences.iter().filter(|sentence| !text.contains(*sentence)).map(|s| (page, s)));
+    }
+    assert!(missing.is_empty(), "{missing:#?}");
+}
+
 /// Every page begins with the question that it answers, and every link leads somewhere.
 #[test]
 fn pages_begin_with_a_question_and_their_links_lead_to_files() {

@@ -40,7 +40,7 @@ impl Story<'_> {
         self.rig.host.kv.len(self.tables[table]).expect("an open table")
     }
 
-    /// A token's rows follow from its sequence, position and layer: whoever computes it again has the same.
+    /// A token's rows follow from its sequence, position and layer: computed again, they are the same.
     fn tensors(pushes: &[(usize, u32, u32)], layer: u64) -> Tensors {
         let mut tensors = Tensors { query: Vec::new(), key: Vec::new(), value: Vec::new() };
         for &(table, start, rows) in pushes {

@@ -87,7 +87,7 @@ impl<'a> App<'a> {
 }
 
 #[test]
-fn frames_that_are_never_submitted_hold_no_memory_however_many_they_are() {
+fn b60_frames_that_are_never_submitted_hold_no_memory_however_many_they_are() {
     check_frames(&noop_device(Limits::default(), Features::SUBGROUP, 8..=8), 6_000);
     on_each_adapter_but_gl(|adapter| check_frames(&open(adapter), 6_000));
 }

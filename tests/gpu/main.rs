@@ -13,6 +13,7 @@ mod embedding;
 #[path = "../core/support/golden_options.rs"]
 mod golden_options;
 mod hidden_window;
+mod hostile;
 mod kernel_bugs;
 mod kernels;
 mod leaving;

@@ -1,5 +1,5 @@
 //! Steps that were committed and never ran: an encoder that was dropped, a frame that was skipped. What comes after them
-//! would read keys and values that nobody has written.
+//! would read keys and values that were never written.
 
 use paged_kv::{
     BoundTensors, CacheConfig, KvType, LayerTensors, ModelShape, PagedAttention, PrepareError, PreparedStep,
@@ -192,7 +192,7 @@ fn each_encoder_that_has_a_part_of_a_step_holds_it() {
     }
 }
 
-/// wgpu numbers its passes, so they are told apart: where it does not any more, there is a callback in every layer.
+/// wgpu numbers its passes, so they are told apart; if it no longer did, there would be a callback in every layer.
 #[test]
 fn wgpu_is_asked_once_in_each_pass_to_say_that_a_step_has_run() {
     let gpu = noop_device(Limits::default(), Features::empty(), 8..=8);

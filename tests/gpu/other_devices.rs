@@ -14,7 +14,7 @@ fn rig(gpu: &TestDevice) -> DeviceRig<'_> {
     DeviceRig::new(gpu, Rig::new((2, 1, 8), KvType::F32, 4, 16), AttentionOptions::default())
 }
 
-/// Records a step of `rig` into an encoder of `other`, and submits it there; what wgpu had to say to `other` of it.
+/// Records a step of `rig` into an encoder of `other`, and submits it there; what wgpu had to say to `other` about it.
 fn submit_elsewhere(rig: &mut DeviceRig<'_>, other: &TestDevice) -> Option<wgpu::Error> {
     let table = rig.host.open();
     let plan = rig.host.plan(&[(table, 3)]);
@@ -67,7 +67,7 @@ fn check(one: &TestDevice, other: &TestDevice, computes: bool) {
 }
 
 #[test]
-fn commands_for_two_devices_are_an_error_of_wgpu_and_the_next_step_is_computed() {
+fn b59_commands_for_two_devices_are_an_error_of_wgpu_and_the_next_step_is_computed() {
     // Of one instance: objects of two go unnoticed by wgpu, which tells them apart by number.
     let noop = TestAdapter::noop(Limits::default(), Features::empty(), 8..=8);
     check(&open(&noop), &open(&noop), false);

@@ -422,6 +422,16 @@ fn tensors_that_do_not_fit_are_refused_with_the_numbers() {
             actual_bytes: 64 * 96 * 4
         })
     );
+    // A size beyond 64 bits is no small one.
+    let (rows, row_stride) = (u32::MAX, u32::MAX - 3);
+    assert_eq!(
+        refused(TensorSlice { rows, row_stride, ..tensors.query }),
+        Some(BindError::TensorTooSmall {
+            tensor: tensor_name,
+            needed_bytes: u64::MAX,
+            actual_bytes: 64 * 96 * 4
+        })
+    );
     assert_eq!(
         refused(TensorSlice { offset: 16, rows: 1, ..tensors.query }),
         Some(BindError::MisalignedOffset { tensor: tensor_name, offset: 16, alignment: 256 })

@@ -257,7 +257,7 @@ fn b21_the_first_and_the_last_block_of_the_largest_pool_are_apart() {
         rig.host.write(&plan, &tensors);
         let output = rig.run(&plan, std::slice::from_ref(&tensors)).swap_remove(0);
         rig.host.assert_dense(&plan, &tensors, &output, TOLERANCE);
-        // The two blocks, and their neighbours, which nobody has written.
+        // The two blocks, and their neighbours, which were never written.
         for block in [0, 1, num_blocks - 2, num_blocks - 1] {
             let words = rig.block_words(block);
             let start = block as usize * words.len();

@@ -324,7 +324,7 @@ fn a_block_that_has_not_arrived_cannot_return() {
     let awaited = Some(PrepareError::HostSlotAwaited { host_slot: 5, step: report.step.raw() });
     assert_eq!(refused(&mut rig, &[], &[(0, 5)]), awaited);
     rig.wait();
-    // It has arrived, but nobody has collected it.
+    // It has arrived, but has not been collected.
     assert_eq!(refused(&mut rig, &[], &[(0, 5)]), awaited);
     assert_eq!(rig.attention.poll_transfers(), [report]);
     assert_eq!(rig.attention.poll_transfers(), []);
@@ -512,7 +512,7 @@ fn check_destroyed_device(open: impl Fn() -> TestDevice) {
         let mut rig = setup(&gpu, AttentionOptions::default());
         rig.swap(&[(0, 0)], &[]);
         let plan = act(&mut rig);
-        // The queue of a lost device may have an error to report; whoever polls gets it.
+        // The queue of a lost device may have an error to report; the next poll gets it.
         let _ = gpu.device.poll(wgpu::PollType::wait_indefinitely());
         let reports = rig.attention.poll_transfers();
         let steps: Vec<_> = reports.iter().map(|report| report.step).collect();

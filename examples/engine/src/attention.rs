@@ -152,7 +152,7 @@ impl GpuAttention {
         }
     }
 
-    /// Takes no times: those of a step that somebody else submits could not be asked for.
+    /// Takes no times: those of a step that the caller submits could not be asked for.
     pub(crate) fn without_timer(mut self) -> Self {
         self.timer = None;
         self

@@ -410,8 +410,8 @@ impl Session<'_> {
         Ok(true)
     }
 
-    /// Goes on after the device was lost ([`step`](Self::step) has failed): loads the model anew, onto `gpu`. Nobody's
-    /// tokens are lost, nor what is in the host pool; the rest is computed again.
+    /// Goes on after the device was lost ([`step`](Self::step) has failed): loads the model anew, onto `gpu`. No tokens
+    /// are lost, nor what is in the host pool; the rest is computed again.
     ///
     /// # Errors
     /// As [`Engine::load`], or what the device lacks; it may be tried again then, with another device.

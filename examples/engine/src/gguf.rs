@@ -133,7 +133,7 @@ impl GgufFile {
             .map_err(|source| LoadError::Malformed { file: self.name.clone(), source })
     }
 
-    /// Refuses a file with tensors that nobody asked for: a bias or an expert that is left out makes a model that
+    /// Refuses a file with tensors that were not asked for: a bias or an expert that is left out makes a model that
     /// talks nonsense without saying why.
     ///
     /// # Errors

@@ -12,7 +12,7 @@ use candle_core::{
 
 use crate::gguf::GgufFile;
 
-/// A model of two layers whose sizes are no multiples of a tile.
+/// A model of two layers whose sizes are not multiples of a tile.
 pub(crate) struct Synthetic {
     pub(crate) metadata: Vec<(String, Value)>,
     pub(crate) tensors: Vec<(String, QTensor)>,

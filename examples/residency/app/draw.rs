@@ -25,7 +25,7 @@ impl App {
             ui.painter().add(station.recorder(ui.max_rect()));
         }
         if self.picture.is_some() && !self.is_frozen() && !matches!(self.stage, Stage::Failed) {
-            // Nobody sees the frames before the picture, and to draw them takes a software adapter long.
+            // The frames before the picture are not seen, and a software adapter takes long to draw them.
             return;
         }
         let palette = Palette::of(self.dark);

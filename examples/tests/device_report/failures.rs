@@ -299,7 +299,7 @@ fn memory_that_the_device_does_not_have_is_an_error_with_the_bytes() {
     // It is told once, and the device goes on.
     assert_eq!(gpu.wait(), Ok(()));
     assert!(Stream::read(&gpu, 1 << 20).time().is_ok());
-    // It is also the reason for what comes of it before anybody waits.
+    // It is also the reason for what comes of it before the next wait.
     let unmeasured = gpu.empty(asked_bytes);
     let failure = gpu.explain::<()>(Err("no such tensor".into())).unwrap_err();
     assert_eq!(failure.downcast_ref(), Some(&GpuFailure::OutOfMemory { asked_bytes: unmeasured.size() }));

@@ -58,7 +58,7 @@ pub(crate) fn run(display: Option<&Display>, arguments: &[&str]) -> Output {
         command.env("DISPLAY", &display.name).env_remove("WAYLAND_DISPLAY").args(["--adapter", "llvmpipe"]);
     }
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    // Read meanwhile: a program that nobody listens to stands still.
+    // Read meanwhile: a program whose output is not read stands still.
     let out = listen(child.stdout.take().unwrap());
     let err = listen(child.stderr.take().unwrap());
     let start = Instant::now();
@@ -149,7 +149,7 @@ fn check_colours(image: &Image, palette: &Palette, block_size: u32, blocks: &[Va
             let x = if stripes.len() == 1 { left + 5.0 } else { (left + right) / 2.0 };
             let foot = if tokens > 0 { filled } else { rest };
             let head = if tokens == block_size { filled } else { rest };
-            // The foot of a block that nobody holds is hatched if it is cached.
+            // The foot of a block that no chat holds is hatched if it is cached.
             if cell.kind == Kind::Held {
                 assert_close(image.at(x, square.top + square.side - 2.5), *foot, || {
                     format!("foot of block {index}: {block}")

@@ -12,7 +12,7 @@ use super::variants::Variant;
 use crate::Failure;
 use crate::twins;
 
-/// How much is measured. More takes longer, and is less certain with a version of Mesa that nobody tried.
+/// How much is measured. More takes longer, and is less certain with a version of Mesa that was not tried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Depth {
     /// What RADV tells by numbers.

@@ -1,9 +1,9 @@
 //! Lines of assembly, those that the disassembler misread read again.
 //!
 //! RADV shows what LLVM reads in the code. LLVM refuses scalar loads into s[104:107], which RADV uses, as one invalid
-//! word and goes on with their second word as if it were an instruction, until it finds back by chance. The words stand
-//! behind every line, and the rest of the text tells which opcode has which name: from an invalid word on, words are
-//! gathered and named anew until an instruction ends where a line does.
+//! word and goes on with their second word as if it were an instruction, until it falls into step again by chance. The
+//! words stand behind every line, and the rest of the text tells which opcode has which name: from an invalid word on,
+//! words are gathered and named anew until an instruction ends where a line does.
 
 use std::collections::HashMap;
 

@@ -13,7 +13,7 @@ pub(super) struct TileLoads {
     pub(super) k_loads: u32,
     /// Loads of values.
     pub(super) v_loads: u32,
-    /// One tile of so many stages block-table entries.
+    /// One tile in this many stages block-table entries.
     pub(super) tiles_per_staging: u32,
 }
 

@@ -1,30 +1,12 @@
-//! How far a sequence is computed, and what holds it: the only writer of lengths, tables and rows in the step.
+//! How far a sequence is computed, and what holds it: beside `results`, for steps that are committed, the only writer of
+//! lengths, tables and rows in the step.
 
 use crate::cache::{KvCache, PrefixMatch};
-use crate::ids::{SequenceId, TableId, TokenId};
+use crate::ids::{TableId, TokenId};
 use crate::schedule::admission::Lacking;
-use crate::schedule::request::{FinishReason, PrefixReport};
+use crate::schedule::request::PrefixReport;
 use crate::schedule::scheduler::Index;
 use crate::schedule::sequence::{Sequence, Sequences, State};
-
-/// What a commit needs to know of a sequence whose rows it has counted in.
-#[derive(Clone, Copy, Debug)]
-pub(in crate::schedule) struct Counts {
-    /// Logit rows that it had.
-    pub(in crate::schedule) logits: usize,
-    /// Rows that were computed before.
-    pub(in crate::schedule) again: u32,
-    /// Rows of input tokens that were not.
-    pub(in crate::schedule) input: u32,
-    /// Whether rows of drafts were among them: those that are refused return.
-    pub(in crate::schedule) has_drafts: bool,
-    /// Whether samples part, once their input is computed.
-    pub(in crate::schedule) has_samples: bool,
-    /// Whether it ends with this step because an application has ended it.
-    pub(in crate::schedule) is_aborting: bool,
-    /// Whether anything was asked of it that is done now.
-    pub(in crate::schedule) is_asked: bool,
-}
 
 impl Sequence {
     /// No more than `len` tokens count as computed.
@@ -128,80 +110,11 @@ impl Sequences {
         self.recount(index, cache);
     }
 
-    /// Counts the rows in: those of known tokens are computed now, those of drafts only if they are accepted.
-    pub(in crate::schedule) fn count_in(&mut self, index: Index) -> Counts {
-        let record = self.record(index);
-        let rows = std::mem::take(&mut record.planned_rows);
-        let logits = std::mem::take(&mut record.planned_logits) as usize;
-        record.drafts.clear();
-        let (before, len) = (record.computed, record.tokens.len() as u32);
-        let known = if fault!(DraftsCountedIn) { rows } else { len - before };
-        let end = before + rows.min(known);
-        record.computed = end;
-        let again = record.high_water.clamp(before, end) - before;
-        record.high_water = record.high_water.max(end);
-        Counts {
-            logits,
-            again,
-            input: record.terms.input_len.clamp(before + again, end) - (before + again),
-            has_drafts: before + rows > len,
-            has_samples: !record.samples.is_empty(),
-            is_aborting: record.aborting,
-            is_asked: record.is_asked(),
-        }
-    }
-
-    /// A valid result confirms all that is computed.
-    pub(in crate::schedule) fn confirm(&mut self, index: Index) -> &Sequence {
-        let record = self.record(index);
-        record.confirmed = record.computed;
-        record
-    }
-
-    /// Appends a token, unless the sequence is to be cut and the token lies behind the cut; that of a `draft` is computed
-    /// already. Returns whose it is, and why the sequence ends with it, if it does.
-    pub(in crate::schedule) fn push(
-        &mut self,
-        index: Index,
-        token: TokenId,
-        draft: bool,
-    ) -> Option<(SequenceId, Option<FinishReason>)> {
-        let record = self.record(index);
-        if record.truncating.is_some() {
-            return None;
-        }
-        record.tokens.push(token);
-        if draft {
-            record.computed += 1;
-            record.high_water = record.high_water.max(record.computed);
-        }
-        let reason = if record.terms.stop_tokens.contains(&token) {
-            Some(FinishReason::Stop)
-        } else {
-            (!record.wants_token()).then(|| record.full_reason())
-        };
-        Some((record.id, reason))
-    }
-
     /// What the prefix cache has of a sequence.
     pub(in crate::schedule) fn look_up(&mut self, index: Index, cache: &KvCache, found: &mut PrefixMatch) {
         let Sequence { terms, tokens, hashes, .. } = self.record(index);
         cache.extend_hashes(&terms.namespace, tokens, hashes);
         cache.find_match(&terms.namespace, tokens, hashes, found);
-    }
-
-    /// Has the prefix cache know a sequence's first `len` tokens, whole nodes, which are in `table`.
-    pub(in crate::schedule) fn register(
-        &mut self,
-        index: Index,
-        table: TableId,
-        len: u32,
-        cache: &mut KvCache,
-    ) {
-        let Sequence { terms, tokens, hashes, .. } = self.record(index);
-        let tokens = &tokens[..len as usize];
-        cache.extend_hashes(&terms.namespace, tokens, hashes);
-        cache.register(table, &terms.namespace, tokens, hashes, &terms.retain);
     }
 
     pub(in crate::schedule) fn note_lacking(&mut self, index: Index, lacking: Option<Lacking>) {

@@ -3,13 +3,6 @@
 use crate::schedule::scheduler::Index;
 use crate::schedule::sequence::{Sequence, Sequences};
 
-/// Whether samples part.
-pub(in crate::schedule) enum Parting {
-    NotYet,
-    NoneAlive,
-    Now { samples: Vec<u32>, aborted: Vec<u32> },
-}
-
 impl Sequence {
     /// The first sample that lives, of those that have not parted.
     pub(in crate::schedule) fn first_alive(&self) -> Option<u32> {
@@ -53,18 +46,5 @@ impl Sequences {
     pub(in crate::schedule) fn take_samples(&mut self, index: Index) -> (Vec<u32>, Vec<u32>) {
         let record = self.record(index);
         (std::mem::take(&mut record.samples), std::mem::take(&mut record.aborted_samples))
-    }
-
-    /// The same, if the input that they share is computed, and some of them live.
-    pub(in crate::schedule) fn part_samples(&mut self, index: Index) -> Parting {
-        let record = self.record(index);
-        if record.tokens.len() as u32 > record.computed {
-            return Parting::NotYet;
-        }
-        if record.samples.iter().all(|sample| record.aborted_samples.contains(sample)) {
-            return Parting::NoneAlive;
-        }
-        let samples = std::mem::take(&mut record.samples);
-        Parting::Now { samples, aborted: std::mem::take(&mut record.aborted_samples) }
     }
 }

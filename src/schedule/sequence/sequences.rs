@@ -8,13 +8,15 @@ use crate::ids::{RequestId, SequenceId};
 use crate::schedule::line::Line;
 use crate::schedule::request::{Priority, Request};
 use crate::schedule::scheduler::Index;
-use crate::schedule::sequence::{Counted, PendingFork, Place, Sequence, State, Terms};
+use crate::schedule::sequence::{
+    Answers, Committed, Counted, PendingFork, Place, Sequence, State, Taken, Terms,
+};
 use std::collections::BTreeMap;
 
 /// All sequences: those in line, those that run, those that are kept.
 #[derive(Debug, Default)]
 pub(in crate::schedule) struct Sequences {
-    /// Read and changed by the two functions of the parent module.
+    /// Read by the parent module's `Index`, changed through [`record`](Self::record).
     pub(super) records: Vec<Option<Sequence>>,
     free_records: Vec<Index>,
     by_id: BTreeMap<SequenceId, Index>,
@@ -187,6 +189,34 @@ impl Sequences {
         if in_line {
             self.stand_in_line(index);
         }
+    }
+
+    // The end of a step.
+
+    /// A sequence has its rows of the step computed, and takes its answer of those that are `left`. Those in line that wait
+    /// for what others can find now are asked again.
+    #[inline]
+    pub(in crate::schedule) fn commit<'a>(
+        &mut self,
+        index: Index,
+        left: &mut Answers<'a>,
+        cache: &mut KvCache,
+    ) -> Committed<'a> {
+        let committed = self.record(index).commit(left, cache);
+        if committed.is_found_further {
+            self.wake_behind(index);
+        }
+        committed
+    }
+
+    /// One of those that have parted takes the answer at its place.
+    pub(in crate::schedule) fn take_answer<'a>(
+        &mut self,
+        index: Index,
+        answers: Answers<'a>,
+        place: usize,
+    ) -> Taken<'a> {
+        self.record(index).take_answer(answers, place)
     }
 
     // Transitions.
@@ -379,6 +409,12 @@ impl Sequences {
     }
 
     // The record's own state: for this module alone.
+
+    /// How a record is changed: by the functions of this module and its neighbours alone.
+    #[inline]
+    pub(super) fn record(&mut self, index: Index) -> &mut Sequence {
+        self.records[index].as_mut().expect("an index in a queue has a record")
+    }
 
     /// Records that there are, those without a sequence among them.
     pub(super) fn num_records(&self) -> usize {

@@ -1,7 +1,6 @@
 //! Sums over the sequences that wait or run, so that no question about them walks them all.
 
 use crate::cache::KvCache;
-use crate::schedule::blocks;
 use crate::schedule::scheduler::Index;
 use crate::schedule::sequence::{Sequence, Sequences, State};
 
@@ -30,7 +29,7 @@ impl Sequence {
         match self.state {
             State::Running if self.protected => Counted { running: width, tables, owed: 0 },
             State::Running => {
-                let owed = blocks::owed(cache, self.table, self.tokens.len() as u32);
+                let owed = cache.blocks_beyond(self.table, self.tokens.len() as u32);
                 Counted { running: width, tables, owed }
             }
             _ => Counted { running: 0, tables, owed: 0 },

@@ -1,7 +1,7 @@
 use super::*;
 use proptest::prelude::*;
 
-/// A plan of sequences with so many rows and so much context each; nothing else of it matters here.
+/// A plan of sequences with these rows and context lengths; nothing else of it matters here.
 fn plan(sequences: &[(u32, u32)]) -> StepPlan {
     let mut plan = StepPlan { query_starts: vec![0], ..StepPlan::default() };
     for &(rows, context) in sequences {
@@ -259,7 +259,7 @@ fn few_rows_over_a_long_context_are_cut_into_spans_that_fill_the_device() {
     // Beside a decode row, both fill the device: they are dispatches of their own.
     let mixed = split(&[(1, 100_000), (5, 100_000)], &config());
     assert_eq!((mixed.decode_items.len(), mixed.prefill_items.len()), (83, 83));
-    // A chunk that has tiles enough has no partial results, but it leaves nobody behind who has much more to walk.
+    // A chunk that has tiles enough has no partial results. One beside it with much more to walk is cut.
     assert_eq!(split(&[(1024, 100_000)], &config()).num_partials, 0);
     let beside = split(&[(1024, 1024), (5, 100_000)], &config());
     let longest = beside.prefill_items.iter().map(|item| item.end_token - item.first_token).max();

@@ -219,7 +219,7 @@ impl History {
         self.entries.push(format!("{found} of 40 tokens found"));
     }
 
-    /// Whether nobody else holds a table's last block: what two hold alike leaves by no fixed rule.
+    /// Whether no other table holds a table's last block: what two hold alike leaves by no fixed rule.
     fn owns_its_end(&self, table: TableId) -> bool {
         let blocks = self.cache.block_ids(table).unwrap();
         blocks.last().is_some_and(|&block| self.cache.ref_count(block) == 1)

@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 
 pub(super) const HISTORIES: usize = 400;
 
-/// What a history may contain. Each makes something else leave its mark, or must be kept apart.
+/// What a history may contain. Each leaves a mark that others do not, or must be kept apart.
 #[derive(Clone, Copy, Debug)]
 struct Scope {
     /// Sequences are ended, and cut in mid-step: then events do not count.
@@ -397,7 +397,7 @@ impl History {
     }
 
     fn schedule(&mut self) {
-        // As many drafts as are reserved for, for everybody.
+        // As many drafts as are allowed, for every sequence.
         for id in self.sequences.clone().into_iter().filter(|_| self.config.max_drafts > 0) {
             let drafts: Vec<u32> = (0..self.config.max_drafts).map(|_| self.random.below(0..40)).collect();
             if self.scheduler.tokens(id).is_some() {

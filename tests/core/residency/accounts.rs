@@ -72,7 +72,7 @@ fn the_pools_counts_follow_its_blocks_from_free_to_cached() {
     let plan = served.plan();
     assert_eq!(counts(&served), ((13, 0, 3, 0), 0, 4));
     served.commit(plan);
-    // A branch in the middle of the third block: whoever writes first copies it.
+    // A branch in the middle of the third block: the first writer copies it.
     let branch = served.scheduler.fork(first, 10, Request::new([7]).max_new_tokens(2)).unwrap();
     served.tokens.insert(branch.sample(0), [prompt(1, 10), vec![7]].concat());
     assert_eq!(counts(&served), ((13, 0, 3, 0), 3, 4 + 2));

@@ -23,7 +23,7 @@ fn two_requests_at_their_bound_in_a_full_pool_run_one_after_the_other() {
             // 4 + 4 blocks are more than 6: only one is let in, with everything reserved.
             let step = served.step();
             assert_eq!((step.admitted().len(), served.scheduler.stats().running), (1, 1), "{victims:?}");
-            // Nobody displaces it now: the next chat waits.
+            // Nothing displaces it now: the next chat waits.
             let waits = served.add(&chat(4), interactive);
             let mut ends = Vec::new();
             while served.ends.len() < 4 {

@@ -55,7 +55,7 @@ fn eight_chats_that_arrive_in_one_step_compute_one_system_prompt() {
         let mut served = Served::new(config, cache(400, 16));
         let chats: Vec<_> =
             (1..9).map(|seed| served.add(&first_turn(seed), |request| request.max_new_tokens(20))).collect();
-        // 512 rows, then the 128 that are left; then everybody's question.
+        // 512 rows, then the 128 that are left; then every chat's question.
         for (rows, tokens) in [(512, 0), (128, 1), (1 + 7 * QUESTION, 8)] {
             let step = served.step();
             assert_eq!((step.rows, step.tokens()), (rows, tokens));

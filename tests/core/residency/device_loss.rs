@@ -141,7 +141,7 @@ fn promises_that_rested_on_sharing_are_made_again_one_after_the_other() {
         let config =
             SchedulerConfig { admission: Admission::Guaranteed, prefix_cache, ..SchedulerConfig::default() };
         let mut served = Served::new(config, pool(14, 0));
-        // Eight shared blocks, and two for each: all of the pool. Apart, each one needs ten.
+        // Eight shared blocks, and two for each: all of the pool. Without sharing, each one needs ten.
         let request = served.add(&prompt(1, 32), |request| request.samples(3).max_new_tokens(8));
         served.step();
         served.step();

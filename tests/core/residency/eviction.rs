@@ -7,7 +7,7 @@ fn plain(request: Request) -> Request {
     request
 }
 
-/// Tokens known of a prompt, its last one apart. Uses nothing.
+/// Tokens known of a prompt, except its last one. Uses nothing.
 fn known(served: &Served, tokens: &[u32]) -> u32 {
     served.scheduler.cache().find_prefix(&Namespace::default(), tokens)
 }
@@ -242,7 +242,7 @@ fn the_cache_keeps_within_its_cap() {
             let request =
                 served.add(&prompt(seed, 17), |r| r.max_new_tokens(4).retain(0..16, retention, None));
             served.step();
-            // What somebody holds is found, whatever the cap.
+            // What is held is found, whatever the cap.
             assert_eq!(known(&served, &prompt(seed, 17)), 16);
             served.finish();
             assert_eq!(served.answers(request, &prompt(seed, 17)), 4);

@@ -32,7 +32,7 @@ impl Tables {
         child
     }
 
-    /// One step, after which everybody's full blocks can be found.
+    /// One step, after which every table's full blocks can be found.
     fn append(&mut self, pushes: &[(TableId, &[u32])]) {
         let mut builder = StepBuilder::new(&mut self.cache);
         for &(table, tokens) in pushes {
@@ -116,7 +116,7 @@ fn b37_registered_tables_are_released_in_any_order() {
                 let (table, tokens) = (all[place], tables.tokens[&all[place]].clone());
                 assert_eq!(tables.device.history_of(table, tokens.len() as u32), history(&tokens));
             }
-            // The common part is found as long as nobody needs its blocks.
+            // The common part is found as long as no table needs its blocks.
             assert_eq!(tables.known(&(0..13).collect::<Vec<_>>()), 12);
         }
         assert_eq!((tables.cache.free_blocks(), tables.cache.stats().held_blocks), (16, 0));

@@ -1,9 +1,9 @@
 //! Nothing starves: a request ends within a bound that follows from what was there before it.
 //!
-//! In the worst case every step computes one row. Before a request ends, everything that came before it may be computed,
-//! and computed again as often as it may be preempted, and so may itself and whatever arrives while it ages, and as many
-//! later requests as may pass it and those before it. A transfer
-//! that fails, a step that is dropped and a cut cost at most all rows of everybody once more.
+//! In the worst case every step computes one row. Before a request ends, everything that came before it may be
+//! computed, and computed again as often as it may be preempted. So may the request itself, whatever arrives while it
+//! ages, and as many later requests as may pass it and those before it. A transfer that fails, a step that is dropped
+//! and a cut cost at most all rows of all requests once more.
 
 use paged_kv::{SchedulerConfig, SequenceId};
 use std::collections::BTreeMap;
@@ -38,7 +38,7 @@ impl Slowdown {
         }
     }
 
-    /// Something happened that costs everybody's rows at most once more.
+    /// Something happened that costs all rows at most once more.
     pub(crate) fn setback(&mut self, unfinished: &[(SequenceId, u64)]) {
         let rows: u64 = unfinished.iter().map(|(_, rows)| rows).sum();
         self.requests.values_mut().for_each(|request| request.steps += rows);

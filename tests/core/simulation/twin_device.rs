@@ -1,6 +1,6 @@
 //! A device that runs plans through the CPU twins, with the keys and values of the [fake model](super::fake_model).
 //!
-//! Its pool begins as NaN, and so do slots whose content is worth nothing: whoever reads them gives NaN. What was moved
+//! Its pool begins as NaN, and so do slots whose content is worth nothing: a row that reads them is NaN. What was moved
 //! to the host pool may be read there only when its transfer has been reported.
 
 use super::fake_model::{Activations, FakeModel, HEAD, LAYERS, Outputs, QUERY, SHAPE, activations};

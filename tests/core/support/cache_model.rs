@@ -203,7 +203,7 @@ impl Tables {
             gone.extend(passed.iter().filter_map(|entry| run.remove(entry)));
             self.reached.slid += passed.len() as u64;
         }
-        // What a copy of the step reads is nobody's until it ends.
+        // What a copy of the step reads is not free until it ends.
         let is_free = |&&name: &&u64| self.holders(name) == 0 && self.left.iter().all(|left| left.0 != name);
         gone.iter().filter(is_free).count() as u32
     }
@@ -353,7 +353,7 @@ impl CacheWorld {
         }
     }
 
-    /// Every table is empty then, and open still; but those go on that had no block, because their windows begin anew.
+    /// Every table is empty then, and still open. Those that had no block, because their windows begin anew, go on.
     fn lose_device(&mut self) {
         self.device.replace();
         self.cache.forget_device();
@@ -416,7 +416,7 @@ impl CacheWorld {
         }
         let config = self.cache.config().clone();
         assert_eq!(self.cache.free_blocks(), config.num_blocks(), "I1: leaked blocks");
-        // Row by row, for a window gives back what it has left behind with every step.
+        // Row by row, because a window gives back what it has left behind with every step.
         let plain = self.tables.stacks.iter().all(|stack| stack.reach.is_all());
         let all = pool_tokens(&config, 1).min(config.max_sequence_tokens());
         let table = self.cache.create(all).unwrap();

@@ -802,7 +802,7 @@ impl<D: Device> World<D> {
         self.settle();
     }
 
-    /// What a sequence without a valid result computed in this step is worth nothing: nobody may read it later.
+    /// What a sequence without a valid result computed in this step is worth nothing: no sequence may read it later.
     fn spoil(&mut self, plan: &StepPlan, results: &[RowResult]) {
         let starts = plan.query_starts();
         for rows in starts.windows(2) {

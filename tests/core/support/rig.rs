@@ -122,7 +122,7 @@ impl Rig {
         for table in tables {
             self.kv.release(table).expect("a table");
         }
-        // No device has run that step, nor shall any rely on it.
+        // No device has run that step, and none may rely on it.
         self.kv.forget_device();
         self.kv.assert_consistent();
     }

@@ -39,13 +39,13 @@ pub(crate) trait Device: Debug {
     /// What some rows of a step wrote was wrong.
     fn spoil(&mut self, plan: &StepPlan, rows: Range<usize>);
 
-    /// No step is outstanding: what lies in blocks that are free is nobody's.
+    /// No step is outstanding: what lies in blocks that are free must not be read.
     fn spoil_free(&mut self, _cache: &KvCache) {}
 
     /// Steps whose transfers are under way.
     fn num_transfers(&self) -> usize;
 
-    /// The `index`-th transfer under way ends: its blocks arrive, where nobody else has claimed their place since.
+    /// The `index`-th transfer under way ends: its blocks arrive, where no later step has claimed their place.
     fn complete(&mut self, index: usize) -> Option<TransferReport>;
 
     /// The `index`-th transfer under way fails.
@@ -89,7 +89,7 @@ struct Slot {
     history: u64,
 }
 
-/// Nothing that anybody may read.
+/// Nothing that may be read.
 const SPOILT: Slot = Slot { stack: usize::MAX, position: u32::MAX, token: u32::MAX, history: 0 };
 
 /// Layers that share blocks.
@@ -121,7 +121,7 @@ pub(crate) struct SimulatedDevice {
     tables: Vec<Vec<Vec<u32>>>,
     slots: Vec<Slot>,
     host: Vec<Vec<Slot>>,
-    /// Who has claimed a host slot last, and the blocks on their way there.
+    /// The step that last claimed each host slot.
     claims: Vec<StepId>,
     transfers: Vec<Transfer>,
     digest: u64,
@@ -252,7 +252,7 @@ impl SimulatedDevice {
         self.transfers.len()
     }
 
-    /// The `index`-th transfer under way ends: its blocks arrive, where nobody else has claimed their place since.
+    /// The `index`-th transfer under way ends: its blocks arrive, where no later step has claimed their place.
     pub(crate) fn complete(&mut self, index: usize) -> Option<TransferReport> {
         let index = index.checked_rem(self.transfers.len())?;
         let Transfer { step, outs } = self.transfers.remove(index);
