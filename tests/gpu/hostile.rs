@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex};
 
 use paged_kv::{
     ActivationType, AttentionOptions, BoundTensors, CacheConfig, DeviceError, KvCache, KvType, LayerTensors,
-    ModelShape, PagedAttention, PrepareError, PreparedStep, StepBuilder, StepPlan, TableId, TensorSlice,
-    recommended_features, recommended_limits, recommended_scheduler_config,
+    LogitRule, ModelShape, PagedAttention, PrepareError, PreparedStep, StepBuilder, StepPlan, TableId,
+    TensorSlice, recommended_features, recommended_limits, recommended_scheduler_config,
 };
 use wgpu::{BufferUsages, CommandEncoder, ErrorFilter, Features, Limits};
 
@@ -409,12 +409,9 @@ fn look(world: &mut World) {
 }
 
 fn options(world: &mut World) -> AttentionOptions {
-    let scales = [f32::NAN, f32::INFINITY, 0.0, -1.0, 0.5];
-    let scale = scales[world.below(scales.len())];
     let activations = [ActivationType::F32, ActivationType::F16][world.below(2)];
     assert!(activations.bytes() <= 4);
     let options = AttentionOptions::default()
-        .scale(scale)
         .activations(activations)
         .checked_shaders(world.chance(50))
         .compact_shaders(world.chance(50))
@@ -438,7 +435,11 @@ fn new(world: &mut World) {
     }
     let options = options(world);
     let shape = match world.chance(50) {
-        true => SHAPE,
+        true => {
+            let numbers = [f32::NAN, f32::INFINITY, 0.0, -1.0, 0.5];
+            let rule = LogitRule::new().with_scale(numbers[world.below(5)]);
+            SHAPE.with_logits(rule.with_soft_cap(numbers[world.below(5)]))
+        }
         false => ModelShape::new(world.number(), world.number(), world.number(), world.number()),
     };
     let (gpu, cache) = (world.below(world.devices.len()), config(12, KvType::F32));
@@ -610,7 +611,7 @@ const CALLS: &[(&[&str], Call)] = &[
     (&["bind_tensors"], bind),
     (&["arena_buffers", "arena_layout", "split_config", "variants", "stats"], look),
     (&["rows", "metadata", "token_ids_start", "positions_start", "skip_layers"], look),
-    (&["new", "with_options", "scale", "activations", "bytes", "checked_shaders", "compact_shaders"], new),
+    (&["new", "with_options", "activations", "bytes", "checked_shaders", "compact_shaders"], new),
     (&["allow_subgroups", "dispatch_work_budget", "scratch_bytes", "staging_bytes"], new),
     (&["target_workgroups", "fixed_span_tokens", "batch_invariant"], new),
     (&["use_cache"], use_cache),
