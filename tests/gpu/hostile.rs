@@ -44,8 +44,10 @@ impl Object {
 
     /// Goes on with another device, or the same.
     fn rebuild(&mut self, gpu: &TestDevice) -> Result<(), DeviceError> {
+        self.attention.rebuild(&gpu.device)?;
+        // Where that fails, another cache makes it go on where it was.
         (self.device, self.queue) = (gpu.device.clone(), gpu.queue.clone());
-        self.attention.rebuild(&gpu.device)
+        Ok(())
     }
 }
 
