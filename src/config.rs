@@ -4,7 +4,7 @@
 //! where a block lies, and what lies in it.
 
 use crate::error::ConfigError;
-use crate::layout::{ArenaLayout, BlockLayout, MAX_ARENA_BYTES};
+use crate::layout::{ArenaLayout, BlockLayout, LayerPlace, MAX_ARENA_BYTES};
 use crate::model::{KvFormat, ModelShape};
 use crate::reach::Stack;
 use crate::stacks::{GroupLayout, Stacks};
@@ -261,12 +261,9 @@ impl CacheConfig {
         self.stacks.list()
     }
 
-    /// Fails where there is more than one group of layers.
-    pub(crate) fn check_single_group(&self) -> Result<(), ConfigError> {
-        match self.stacks.groups.len() {
-            1 => Ok(()),
-            groups => Err(ConfigError::LayerGroups { groups: groups as u32 }),
-        }
+    /// Where each layer of a model of several groups lies; none where all are of one group.
+    pub(crate) fn places(&self) -> &[LayerPlace] {
+        &self.stacks.places
     }
 
     /// The most tokens that the pool holds of one sequence, with one row in a step.
@@ -360,26 +357,51 @@ impl CacheConfig {
     /// Splits the layers into arenas of at most `max_arena_bytes` (and at most 2 GiB - 4).
     ///
     /// # Errors
-    /// [`ConfigError::LayerGroups`] for more than one group of layers.
     /// [`ConfigError::LayerExceedsArena`] when one layer's blocks do not fit: it names both sizes and the largest pool
     /// that would.
     pub fn arenas(&self, max_arena_bytes: u64) -> Result<ArenaLayout, ConfigError> {
-        self.check_single_group()?;
-        let layout = *self.layout();
+        let blocks: Vec<BlockLayout> = self.groups().iter().map(|group| *group.layout()).collect();
         let max_bytes = max_arena_bytes.min(MAX_ARENA_BYTES);
-        let layer_bytes = u64::from(self.num_blocks) * layout.layer_block_bytes();
-        let fitting = (max_bytes / layer_bytes).min(u64::from(layout.num_layers())) as u32;
-        if fitting == 0 {
-            return Err(ConfigError::LayerExceedsArena {
-                layer_bytes,
+        let most_layers = blocks.iter().map(BlockLayout::num_layers).max().unwrap_or(1);
+        let bytes_in = |num_arenas: u32| {
+            let largest = |block: &BlockLayout| {
+                u64::from(block.num_layers().div_ceil(num_arenas)) * block.layer_block_bytes()
+            };
+            u64::from(self.num_blocks) * blocks.iter().map(largest).max().unwrap_or(0)
+        };
+        // As few arenas as the device's limits allow, filled evenly.
+        match (1..=most_layers).find(|&num_arenas| bytes_in(num_arenas) <= max_bytes) {
+            Some(num_arenas) => ArenaLayout::of_groups(&blocks, self.places(), self.num_blocks, |block| {
+                block.num_layers().div_ceil(num_arenas)
+            }),
+            None => Err(ConfigError::LayerExceedsArena {
+                layer_bytes: bytes_in(most_layers),
                 max_bytes,
-                max_blocks: max_bytes / layout.layer_block_bytes(),
-            });
+                max_blocks: max_bytes / (bytes_in(most_layers) / u64::from(self.num_blocks)),
+            }),
         }
-        let num_arenas = layout.num_layers().div_ceil(fitting);
-        // As many arenas as the largest group needs, filled evenly.
-        let layers_per_arena = layout.num_layers().div_ceil(num_arenas);
-        ArenaLayout::new(layout, self.num_blocks, layers_per_arena)
+    }
+
+    /// One arena of all layers, however large.
+    pub(crate) fn arena(&self) -> Result<ArenaLayout, ConfigError> {
+        let blocks: Vec<BlockLayout> = self.groups().iter().map(|group| *group.layout()).collect();
+        ArenaLayout::of_groups(&blocks, self.places(), self.num_blocks, BlockLayout::num_layers)
+    }
+
+    /// Entries of a block table in each stack, at the declared maximum.
+    pub(crate) fn stack_entries(&self) -> Vec<u32> {
+        let blocks_for = |stack: Stack| self.max_sequence_tokens.div_ceil(stack.block_size);
+        self.stacks().into_iter().map(blocks_for).collect()
+    }
+
+    /// The group of each stack.
+    #[cfg(feature = "wgpu")]
+    pub(crate) fn stack_groups(&self) -> Vec<u32> {
+        let mut groups: Vec<(u32, &GroupLayout)> = (0..).zip(self.groups()).collect();
+        groups.sort_by_key(|(_, group)| group.first_stack());
+        let repeat =
+            |(index, group): (u32, &GroupLayout)| std::iter::repeat_n(index, group.num_stacks() as usize);
+        groups.into_iter().flat_map(repeat).collect()
     }
 
     /// Identifies everything that decides what the bytes of a block mean, and the size of the pool and its tables.
@@ -398,7 +420,8 @@ impl CacheConfig {
             self.table_entries(),
         ];
         let others = if self.stacks.are_plain() { &[][..] } else { self.groups() };
-        let words = words.into_iter().chain(others.iter().flat_map(GroupLayout::words));
+        let places = self.places().iter().map(|place| place.group);
+        let words = words.into_iter().chain(others.iter().flat_map(GroupLayout::words)).chain(places);
         // FNV-1a, 64 bits, over the little-endian bytes: stable across runs and platforms.
         words.flat_map(u32::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)

@@ -54,11 +54,6 @@ pub enum ConfigError {
         /// Bytes that would fill the blocks: rows padded to these, in a head size or a type, waste nothing there.
         filling_row_bytes: u64,
     },
-    /// Groups of layers that nothing but the host core serves.
-    LayerGroups {
-        /// How many there are.
-        groups: u32,
-    },
     /// A rule of logits has numbers for more or fewer query heads than there are.
     PerHead {
         /// Which numbers.
@@ -170,9 +165,6 @@ impl fmt::Display for ConfigError {
             }
             Self::NumberedHeads { num_query_heads, max } => {
                 write!(f, "{num_query_heads} query heads have slopes or learned sinks, at most {max} may")
-            }
-            Self::LayerGroups { groups } => {
-                write!(f, "{groups} groups of layers are served by the host core alone")
             }
             Self::HeadRatio { num_query_heads, num_kv_heads } => {
                 write!(f, "{num_query_heads} query heads are not a multiple of {num_kv_heads} kv heads")

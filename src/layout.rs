@@ -6,9 +6,9 @@
 //! `shaders/common/layout.wgsl`:
 //!
 //! ```text
-//! arena (a group of consecutive layers)
+//! arena (some consecutive layers of every block)
 //!   block 0                                   block 1 …
-//!   ├ layer 0 of the group ┬ layer 1 … ┤
+//!   ├ first of the layers  ┬ second …  ┤
 //!   │ K: head 0 │ head 1 … │ V: head 0 │ head 1 … │
 //!     └ P rows of k_head_dim elements, padded to 16 bytes
 //! ```
@@ -196,12 +196,46 @@ pub enum KvPart {
     V,
 }
 
-/// The pool cut into arenas: groups of consecutive layers, one storage buffer each.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Where a layer of a model lies: in which group, in which of all stacks, and in which place within that.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct LayerPlace {
+    /// Its group, in the order of the model's.
+    pub group: u32,
+    /// Its stack, among those of all groups: an index into [`StepPlan::stacks`](crate::StepPlan::stacks).
+    pub stack: u32,
+    /// Its place among the layers of a block of that stack.
+    pub position: u32,
+}
+
+/// The pool cut into arenas, one storage buffer each: consecutive layers of every block.
+///
+/// Where a model has several groups of layers, each group's are cut into as many parts, and blocks lie as far apart as the
+/// largest part needs.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ArenaLayout {
-    block: BlockLayout,
     num_blocks: u32,
+    groups: Vec<GroupArenas>,
+    /// Of each layer of the model; none where all are of one group.
+    places: Vec<LayerPlace>,
+}
+
+/// How a group's blocks are cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct GroupArenas {
+    block: BlockLayout,
     layers_per_arena: u32,
+}
+
+impl GroupArenas {
+    fn num_arenas(&self) -> u32 {
+        self.block.num_layers.div_ceil(self.layers_per_arena)
+    }
+
+    /// Layers in an arena.
+    fn layers_in(&self, arena: u32) -> u32 {
+        let before = arena.saturating_mul(self.layers_per_arena);
+        self.block.num_layers.saturating_sub(before).min(self.layers_per_arena)
+    }
 }
 
 impl ArenaLayout {
@@ -211,21 +245,61 @@ impl ArenaLayout {
     /// # Errors
     /// [`ConfigError::Zero`] without blocks or layers, [`ConfigError::Overflow`] when an arena's bytes exceed 2^64.
     pub fn new(block: BlockLayout, num_blocks: u32, layers_per_arena: u32) -> Result<Self, ConfigError> {
-        for (field, value) in [("num_blocks", num_blocks), ("layers_per_arena", layers_per_arena)] {
+        Self::of_groups(&[block], &[], num_blocks, |_| layers_per_arena)
+    }
+
+    /// Arenas of the blocks of several groups, of whose layers each has so many.
+    pub(crate) fn of_groups(
+        blocks: &[BlockLayout],
+        places: &[LayerPlace],
+        num_blocks: u32,
+        layers_per_arena: impl Fn(&BlockLayout) -> u32,
+    ) -> Result<Self, ConfigError> {
+        let groups: Vec<GroupArenas> = blocks
+            .iter()
+            .map(|block| {
+                let layers_per_arena = layers_per_arena(block).min(block.num_layers);
+                GroupArenas { block: *block, layers_per_arena }
+            })
+            .collect();
+        let least = groups.iter().map(|group| group.layers_per_arena).min().unwrap_or(0);
+        for (field, value) in [("num_blocks", num_blocks), ("layers_per_arena", least)] {
             if value == 0 {
                 return Err(ConfigError::Zero { field });
             }
         }
-        let layers_per_arena = layers_per_arena.min(block.num_layers);
-        let layout = Self { block, num_blocks, layers_per_arena };
+        let layout = Self { num_blocks, groups, places: places.to_vec() };
         // No arena is larger than the first one.
         let bytes = layout.block_stride_bytes(0).checked_mul(u64::from(num_blocks));
         bytes.map(|_| layout).ok_or(ConfigError::Overflow { what: "bytes of an arena" })
     }
 
-    /// What a block holds.
+    /// What a block of the first group holds.
     pub fn block(&self) -> &BlockLayout {
-        &self.block
+        &self.groups[0].block
+    }
+
+    /// What a block of the group of a layer holds.
+    ///
+    /// # Panics
+    /// For a layer that there is not.
+    pub fn block_of(&self, layer: u32) -> &BlockLayout {
+        &self.groups[self.place_of(layer).group as usize].block
+    }
+
+    /// Layers of the model.
+    pub fn num_layers(&self) -> u32 {
+        if self.places.is_empty() { self.block().num_layers } else { self.places.len() as u32 }
+    }
+
+    /// Where a layer lies.
+    ///
+    /// # Panics
+    /// For a layer that there is not.
+    pub fn place_of(&self, layer: u32) -> LayerPlace {
+        assert!(layer < self.num_layers(), "layer {layer} of {}", self.num_layers());
+        let only = LayerPlace { group: 0, stack: 0, position: layer };
+        self.places.get(layer as usize).copied().unwrap_or(only)
     }
 
     /// Blocks in every arena.
@@ -233,32 +307,40 @@ impl ArenaLayout {
         self.num_blocks
     }
 
-    /// Layers in every arena but perhaps the last, which has the rest.
+    /// Layers of a block of the first group in every arena but perhaps the last, which has the rest.
     pub fn layers_per_arena(&self) -> u32 {
-        self.layers_per_arena
+        self.groups[0].layers_per_arena
     }
 
     /// Number of arenas.
     pub fn num_arenas(&self) -> u32 {
-        self.block.num_layers.div_ceil(self.layers_per_arena)
+        self.groups.iter().map(GroupArenas::num_arenas).max().unwrap_or(0)
     }
 
     /// The arena of a layer, and the layer's index within that arena.
     ///
     /// # Panics
-    /// For a layer that does not exist.
+    /// For a layer that there is not.
     pub fn arena_of(&self, layer: u32) -> (u32, u32) {
-        assert!(layer < self.block.num_layers, "layer {layer} of {}", self.block.num_layers);
-        (layer / self.layers_per_arena, layer % self.layers_per_arena)
+        let LayerPlace { group, position, .. } = self.place_of(layer);
+        let per_arena = self.groups[group as usize].layers_per_arena;
+        (position / per_arena, position % per_arena)
     }
 
-    /// Layers in an arena.
+    /// A layer that lies in an arena, which there must be.
+    #[cfg(feature = "wgpu")]
+    pub(crate) fn layer_in(&self, arena: u32) -> u32 {
+        let found = (0..self.num_layers()).find(|&layer| self.arena_of(layer).0 == arena);
+        found.expect("every arena has a layer")
+    }
+
+    /// Layers of a block of the first group in an arena.
     ///
     /// # Panics
-    /// For an arena that does not exist.
+    /// For an arena that there is not.
     pub fn layers_in(&self, arena: u32) -> u32 {
         assert!(arena < self.num_arenas(), "arena {arena} of {}", self.num_arenas());
-        (self.block.num_layers - arena * self.layers_per_arena).min(self.layers_per_arena)
+        self.groups[0].layers_in(arena)
     }
 
     /// Words between consecutive blocks of an arena.
@@ -266,7 +348,7 @@ impl ArenaLayout {
     /// # Panics
     /// As [`layers_in`](Self::layers_in).
     pub fn block_stride_words(&self, arena: u32) -> u64 {
-        u64::from(self.layers_in(arena)) * self.block.layer_block_words()
+        self.block_stride_units(arena) * u64::from(UNIT_WORDS)
     }
 
     /// Units between consecutive blocks of an arena.
@@ -274,7 +356,10 @@ impl ArenaLayout {
     /// # Panics
     /// As [`layers_in`](Self::layers_in).
     pub fn block_stride_units(&self, arena: u32) -> u64 {
-        u64::from(self.layers_in(arena)) * self.block.layer_block_units()
+        assert!(arena < self.num_arenas(), "arena {arena} of {}", self.num_arenas());
+        let of_group =
+            |group: &GroupArenas| u64::from(group.layers_in(arena)) * group.block.layer_block_units();
+        self.groups.iter().map(of_group).max().unwrap_or(0)
     }
 
     /// Bytes between consecutive blocks of an arena.
@@ -307,7 +392,7 @@ impl ArenaLayout {
     /// # Panics
     /// As [`arena_of`](Self::arena_of).
     pub fn layer_start_units(&self, layer: u32) -> u64 {
-        u64::from(self.arena_of(layer).1) * self.block.layer_block_units()
+        u64::from(self.arena_of(layer).1) * self.block_of(layer).layer_block_units()
     }
 
     /// The word at which a row starts within its arena: the only formula for an address, mirrored in
@@ -316,7 +401,7 @@ impl ArenaLayout {
     /// # Panics
     /// For a layer, block, head or slot that does not exist: its word would be another row's.
     pub fn row_word(&self, layer: u32, part: KvPart, block: u32, kv_head: u32, slot_in_block: u32) -> u64 {
-        let layout = &self.block;
+        let layout = self.block_of(layer);
         assert!(block < self.num_blocks, "block {block} of {}", self.num_blocks);
         assert!(kv_head < layout.num_kv_heads, "kv head {kv_head} of {}", layout.num_kv_heads);
         assert!(slot_in_block < layout.block_size, "slot {slot_in_block} of {}", layout.block_size);

@@ -28,7 +28,7 @@ pub use cache::{BlockCopy, BlockState, BlockSwap, CacheStats, KvCache, MissReaso
 pub use config::{CacheConfig, DEFAULT_BLOCK_SIZE, DEFAULT_MAX_SEQUENCES};
 pub use error::{CacheError, CommitError, ConfigError, Error, PlanTextError, PlanTextFault, RequestError};
 pub use ids::{BlockId, PADDING_SLOT, RequestId, SequenceId, StepId, TableId, TokenId};
-pub use layout::{ArenaLayout, BlockLayout, KvPart, MAX_ARENA_BYTES, MAX_BLOCK_SIZE};
+pub use layout::{ArenaLayout, BlockLayout, KvPart, LayerPlace, MAX_ARENA_BYTES, MAX_BLOCK_SIZE};
 pub use logits::LogitRule;
 pub use model::{KvFormat, KvType, LayerGroup, MAX_HEAD_DIM, ModelShape};
 pub use reach::Reach;

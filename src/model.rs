@@ -89,19 +89,21 @@ impl ModelShape {
         self
     }
 
+    /// A group, which there must be.
+    pub(crate) fn group(&self, group: u32) -> &LayerGroup {
+        match group {
+            0 => &self.first,
+            group => &self.others[group as usize - 1],
+        }
+    }
+
     fn groups_mut(&mut self) -> impl Iterator<Item = &mut LayerGroup> {
         std::iter::once(&mut self.first).chain(&mut self.others)
     }
 
     /// The groups of layers, in the order in which they were given.
     pub fn groups(&self) -> impl ExactSizeIterator<Item = &LayerGroup> {
-        let groups: Vec<&LayerGroup> = std::iter::once(&self.first).chain(&self.others).collect();
-        groups.into_iter()
-    }
-
-    /// The first group; a model has one.
-    pub(crate) fn first_group(&self) -> &LayerGroup {
-        &self.first
+        (0..1 + self.others.len()).map(|group| self.group(group as u32))
     }
 
     /// Layers of all groups.
@@ -195,6 +197,12 @@ impl LayerGroup {
     /// Their indices in the model, in the order of their keys and values in a block.
     pub fn layers(&self) -> impl ExactSizeIterator<Item = u32> {
         (0..self.num_layers).map(|index| self.layers.get(index as usize).copied().unwrap_or(index))
+    }
+
+    /// The place of one of its layers among them.
+    pub(crate) fn index_of(&self, layer: u32) -> u32 {
+        let found = self.layers.iter().position(|&own| own == layer);
+        found.map_or(layer, |index| index as u32)
     }
 
     /// Query heads per layer.

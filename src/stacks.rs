@@ -6,7 +6,7 @@
 //! own and a look in every step.
 
 use crate::error::ConfigError;
-use crate::layout::{BlockLayout, MAX_BLOCK_SIZE};
+use crate::layout::{BlockLayout, LayerPlace, MAX_BLOCK_SIZE};
 use crate::model::{KvFormat, LayerGroup, ModelShape};
 use crate::reach::{Reach, Stack};
 
@@ -80,6 +80,8 @@ impl GroupLayout {
 pub(crate) struct Stacks {
     /// In the order of the model's.
     pub(crate) groups: Vec<GroupLayout>,
+    /// Of each layer of the model; none where all are of one group.
+    pub(crate) places: Vec<LayerPlace>,
     /// Bytes of every block.
     pub(crate) block_bytes: u64,
 }
@@ -109,7 +111,8 @@ impl Stacks {
                 next += group.num_stacks();
             }
         }
-        Ok(Self { groups, block_bytes })
+        let places = if groups.len() == 1 { Vec::new() } else { places(shape, &groups) };
+        Ok(Self { groups, places, block_bytes })
     }
 
     /// One group, whose rows see everything.
@@ -170,6 +173,21 @@ impl Stacks {
         let choices = self.groups.iter().map(|group| (group.num_layers, group.layout));
         padding(choices, self.block_bytes).0
     }
+}
+
+/// Where each layer of a model lies.
+fn places(shape: &ModelShape, groups: &[GroupLayout]) -> Vec<LayerPlace> {
+    let of_group = |(index, (group, layout)): (u32, (&LayerGroup, &GroupLayout))| {
+        let (per_stack, first_stack) = (layout.layout.num_layers(), layout.first_stack);
+        let places = group.layers().zip(0..).map(move |(layer, number)| {
+            let (stack, position) = (first_stack + number / per_stack, number % per_stack);
+            (layer, LayerPlace { group: index, stack, position })
+        });
+        places.collect::<Vec<_>>()
+    };
+    let mut places: Vec<_> = (0..).zip(shape.groups().zip(groups)).flat_map(of_group).collect();
+    places.sort_unstable_by_key(|&(layer, _)| layer);
+    places.into_iter().map(|(_, place)| place).collect()
 }
 
 /// What is padding of blocks of `block_bytes` bytes, and how many stacks there are.

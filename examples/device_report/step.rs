@@ -191,8 +191,8 @@ impl<'a> Rig<'a> {
             num_kv_heads: self.shape.num_kv_heads(),
             k_head_dim: head_dim,
             v_head_dim: head_dim,
-            reach: self.twin.group().reach(),
-            logits: self.twin.group().logits(),
+            reach: self.twin.group(0).reach(),
+            logits: self.twin.group(0).logits(),
             layer: NUM_LAYERS - 1,
         });
         // Without a tolerance the worst error is either returned or reported.

@@ -89,6 +89,13 @@ impl From<ConfigError> for DeviceError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BindError {
+    /// The model has no such layer.
+    NoSuchLayer {
+        /// The layer asked for.
+        layer: u32,
+        /// Layers of the model.
+        num_layers: u32,
+    },
     /// The slice has no rows.
     NoRows {
         /// Which tensor.
@@ -170,6 +177,9 @@ pub enum BindError {
 impl fmt::Display for BindError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
+            Self::NoSuchLayer { layer, num_layers } => {
+                write!(f, "tensors are bound for layer {layer} of {num_layers}")
+            }
             Self::NoRows { tensor } => write!(f, "{tensor} has no rows"),
             Self::TensorTooSmall { tensor, needed_bytes, actual_bytes } => {
                 write!(f, "{tensor} needs {needed_bytes} bytes of a buffer of {actual_bytes}")
@@ -384,6 +394,11 @@ impl From<PlanFault> for PrepareError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RecordError {
+    /// The tensors were bound for layers whose rows have other lengths.
+    TensorsOfOtherLayer {
+        /// The layer that was to be recorded.
+        layer: u32,
+    },
     /// The step was prepared by another attention object, or before a rebuild.
     ForeignStep,
     /// The tensors were bound by another attention object, or before a rebuild.
@@ -415,6 +430,12 @@ pub enum RecordError {
 impl fmt::Display for RecordError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
+            Self::TensorsOfOtherLayer { layer } => {
+                write!(
+                    f,
+                    "the tensors were bound for a layer whose rows are not as long as those of layer {layer}"
+                )
+            }
             Self::ForeignStep => f.write_str("the step was prepared by another attention object"),
             Self::ForeignTensors => f.write_str("the tensors were bound by another attention object"),
             Self::TransfersMissing => f.write_str("record_transfers has not been called for the step"),

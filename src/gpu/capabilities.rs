@@ -191,7 +191,7 @@ mod tests {
     use super::*;
     use crate::config::CacheConfig;
     use crate::gpu::options::AttentionOptions;
-    use crate::gpu::setup::{QueryTiles, split_config};
+    use crate::gpu::setup::{QueryTiles, ServedGroup, split_config};
     use crate::model::KvType;
     use crate::schedule::{StepPlan, WorkSplit};
 
@@ -284,9 +284,11 @@ mod tests {
                 compact_shaders: false,
                 scale: Scale::of(device_type),
             };
-            let tiles = QueryTiles::of(shape.first_group(), capabilities.compact_shaders);
+            let group = shape.groups().next().expect("a group");
+            let tiles = QueryTiles::of(group, capabilities.compact_shaders);
             let options = AttentionOptions::default();
-            let config = split_config(shape.first_group(), &cache, &options, &capabilities, tiles);
+            let served = ServedGroup { group, block: cache.layout(), tiles };
+            let config = split_config(served, &cache, &options, &capabilities);
             let split = |plan| {
                 let mut split = WorkSplit::default();
                 split.split(plan, &config);

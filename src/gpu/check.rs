@@ -4,7 +4,7 @@ use crate::config::CacheConfig;
 use crate::error::{PlanFault, PrepareError};
 use crate::ids::PADDING_SLOT;
 use crate::reach::Reach;
-use crate::schedule::{StepPlan, TableChange};
+use crate::schedule::{StackPlan, StepPlan, TableChange};
 use std::ops::Range;
 
 /// Entries of a table that the device has: those from the beginning on, and, where rows do not see everything, those from
@@ -44,12 +44,10 @@ impl Known {
 pub(super) struct PlanChecker {
     fingerprint: u64,
     num_blocks: u32,
-    block_size: u32,
-    num_slots: u32,
     host_blocks: u32,
     max_sequences: u32,
-    table_entries: u32,
     max_sequence_tokens: u32,
+    stacks: Vec<StackChecker>,
     /// The cache whose blocks are on the device: the one that was bound, or that of the first plan.
     cache_instance: Option<u64>,
     last_step: u64,
@@ -58,44 +56,110 @@ pub(super) struct PlanChecker {
     forgotten_devices: u64,
     /// Devices that a plan's cache must have forgotten, so that it reads nothing that lay on one before this.
     needed_forgotten: u64,
+    /// Sorted slots, then sorted destinations of copies, then sorted blocks and host slots.
+    sorted: Vec<u32>,
+}
+
+/// The numbers of one stack of layers.
+#[derive(Debug)]
+struct StackChecker {
+    block_size: u32,
+    num_slots: u32,
+    table_entries: u32,
     /// The keys that rows see.
     reach: Reach,
     /// Entries of each table that recorded steps have written to the device.
     known_entries: Vec<Known>,
     /// `known_entries` as the plan at hand will leave it.
     planned_entries: Vec<Known>,
-    /// Sorted slots, then sorted destinations of copies, then sorted blocks and host slots.
-    sorted: Vec<u32>,
+}
+
+impl StackChecker {
+    /// Looks at the changes of a plan's tables: their runs lie within the tables, and name every entry once.
+    fn check_tables(&mut self, plan: &StackPlan, max_sequences: u32, forgets: bool) -> Result<(), PlanFault> {
+        match forgets {
+            // The tables are sent in full.
+            true => self.planned_entries.fill(Known::default()),
+            false => self.planned_entries.clone_from_slice(&self.known_entries),
+        }
+        let mut next_start = 0u64;
+        for &TableChange { table_row, first_entry, start, len } in plan.table_changes() {
+            check_table_row(table_row, max_sequences)?;
+            let known = &mut self.planned_entries[table_row as usize];
+            let out_of_range = |entries| PlanFault::TableRange { table_row, first_entry, len, entries };
+            if self.reach.is_all() && first_entry > known.first {
+                return Err(out_of_range(known.first));
+            }
+            let end = u64::from(first_entry) + u64::from(len);
+            if end > u64::from(self.table_entries) {
+                return Err(out_of_range(self.table_entries));
+            }
+            known.add(first_entry..end as u32);
+            check_length("changed_entries", u64::from(start), next_start)?;
+            next_start += u64::from(len);
+        }
+        check_length("changed_entries", plan.changed_entries().len() as u64, next_start)
+    }
+
+    /// Whether the device will know what the rows of a sequence read.
+    fn check_known(&self, sequence: u32, table_row: u32, rows: u32, context: u32) -> Result<(), PlanFault> {
+        // What the first of them sees is the most that any of them needs of the beginning.
+        let [first, rest] = self.reach.kept(context - rows, self.block_size);
+        let known = &self.planned_entries[table_row as usize];
+        let needed = context.div_ceil(self.block_size);
+        if !known.has(&first) || !known.has(&(rest.start..needed)) {
+            let known = known.first.max(known.rest.end);
+            return Err(PlanFault::EntriesUnknown { sequence, needed, known });
+        }
+        Ok(())
+    }
+}
+
+fn check_table_row(table_row: u32, max_sequences: u32) -> Result<(), PlanFault> {
+    if table_row >= max_sequences {
+        return Err(PlanFault::TableRow { table_row, max_sequences });
+    }
+    Ok(())
+}
+
+fn check_length(array: &'static str, actual: u64, expected: u64) -> Result<(), PlanFault> {
+    if actual != expected {
+        return Err(PlanFault::Length { array, actual, expected });
+    }
+    Ok(())
 }
 
 impl PlanChecker {
     pub(super) fn new(cache: &CacheConfig) -> Self {
-        let tables = cache.max_sequences() as usize;
+        let stacks = cache.stacks().into_iter().zip(cache.stack_entries());
+        let stacks = stacks.map(|(stack, table_entries)| StackChecker {
+            block_size: stack.block_size,
+            // A cache has fewer than 2^32 - 1 slots.
+            num_slots: cache.num_blocks() * stack.block_size,
+            table_entries,
+            reach: stack.reach,
+            known_entries: vec![Known::default(); cache.max_sequences() as usize],
+            planned_entries: vec![Known::default(); cache.max_sequences() as usize],
+        });
         Self {
             fingerprint: cache.fingerprint(),
             num_blocks: cache.num_blocks(),
-            block_size: cache.block_size(),
-            // A cache has fewer than 2^32 - 1 slots.
-            num_slots: cache.num_blocks() * cache.block_size(),
             host_blocks: cache.host_blocks(),
             max_sequences: cache.max_sequences(),
-            table_entries: cache.table_entries(),
             max_sequence_tokens: cache.max_sequence_tokens(),
+            stacks: stacks.collect(),
             cache_instance: None,
             last_step: 0,
             has_accepted: false,
             forgotten_devices: 0,
             needed_forgotten: 0,
-            reach: cache.groups()[0].reach(),
-            known_entries: vec![Known::default(); tables],
-            planned_entries: vec![Known::default(); tables],
             sorted: Vec::new(),
         }
     }
 
     /// Checks every number of `plan`, whose origin was checked.
     pub(super) fn check(&mut self, plan: &StepPlan) -> Result<(), PlanFault> {
-        check_lengths(plan)?;
+        check_lengths(plan, self.stacks.len())?;
         self.check_tables(plan)?;
         self.check_sequences(plan)?;
         self.check_slots(plan)?;
@@ -109,7 +173,7 @@ impl PlanChecker {
         self.last_step = plan.step().raw();
         self.has_accepted = true;
         if plan.forgotten_devices() > self.forgotten_devices {
-            self.known_entries.fill(Known::default());
+            self.stacks.iter_mut().for_each(|stack| stack.known_entries.fill(Known::default()));
         }
         self.forgotten_devices = plan.forgotten_devices();
     }
@@ -138,11 +202,16 @@ impl PlanChecker {
     }
 
     /// Takes note that these changes are being written to the device.
-    pub(super) fn record_changes(&mut self, changes: &[TableChange]) {
-        for change in changes {
+    pub(super) fn record_changes(&mut self, changes: &[(u32, TableChange)]) {
+        for (stack, change) in changes {
             let entries = change.first_entry..change.first_entry + change.len;
-            self.known_entries[change.table_row as usize].add(entries);
+            self.stacks[*stack as usize].known_entries[change.table_row as usize].add(entries);
         }
+    }
+
+    /// Entries of a table of a stack.
+    pub(super) fn table_entries(&self, stack: u32) -> u32 {
+        self.stacks[stack as usize].table_entries
     }
 
     /// Checks whose plan it is, and when it was made.
@@ -172,50 +241,13 @@ impl PlanChecker {
         Ok(())
     }
 
-    fn check_table_row(&self, table_row: u32) -> Result<(), PlanFault> {
-        if table_row >= self.max_sequences {
-            return Err(PlanFault::TableRow { table_row, max_sequences: self.max_sequences });
-        }
-        Ok(())
-    }
-
     fn check_tables(&mut self, plan: &StepPlan) -> Result<(), PlanFault> {
-        match plan.forgotten_devices() > self.forgotten_devices {
-            // The tables are sent in full.
-            true => self.planned_entries.fill(Known::default()),
-            false => self.planned_entries.clone_from_slice(&self.known_entries),
+        let forgets = plan.forgotten_devices() > self.forgotten_devices;
+        for (stack, plan) in self.stacks.iter_mut().zip(plan.stacks()) {
+            stack.check_tables(plan, self.max_sequences, forgets)?;
         }
-        let mut next_start = 0u64;
-        for &TableChange { table_row, first_entry, start, len } in plan.table_changes() {
-            self.check_table_row(table_row)?;
-            let known = &mut self.planned_entries[table_row as usize];
-            let out_of_range = |entries| PlanFault::TableRange { table_row, first_entry, len, entries };
-            if self.reach.is_all() && first_entry > known.first {
-                return Err(out_of_range(known.first));
-            }
-            let end = u64::from(first_entry) + u64::from(len);
-            if end > u64::from(self.table_entries) {
-                return Err(out_of_range(self.table_entries));
-            }
-            known.add(first_entry..end as u32);
-            if u64::from(start) != next_start {
-                return Err(PlanFault::Length {
-                    array: "changed_entries",
-                    actual: u64::from(start),
-                    expected: next_start,
-                });
-            }
-            next_start += u64::from(len);
-        }
-        let entries = plan.changed_entries();
-        if entries.len() as u64 != next_start {
-            return Err(PlanFault::Length {
-                array: "changed_entries",
-                actual: entries.len() as u64,
-                expected: next_start,
-            });
-        }
-        entries.iter().try_for_each(|&block| self.check_block(block))
+        let mut entries = plan.stacks().iter().flat_map(StackPlan::changed_entries);
+        entries.try_for_each(|&block| self.check_block(block))
     }
 
     fn check_sequences(&self, plan: &StepPlan) -> Result<(), PlanFault> {
@@ -236,38 +268,37 @@ impl PlanChecker {
                 return Err(PlanFault::ContextTooLong { sequence, context, max: self.max_sequence_tokens });
             }
             let table_row = plan.table_rows()[index];
-            self.check_table_row(table_row)?;
-            // What the sequence's first row sees is the most that any of them needs of the beginning.
-            let [first, rest] = self.reach.kept(context - (end - start), self.block_size);
-            let known = &self.planned_entries[table_row as usize];
-            let needed = context.div_ceil(self.block_size);
-            if !known.has(&first) || !known.has(&(rest.start..needed)) {
-                let known = known.first.max(known.rest.end);
-                return Err(PlanFault::EntriesUnknown { sequence, needed, known });
+            check_table_row(table_row, self.max_sequences)?;
+            self.stacks
+                .iter()
+                .try_for_each(|stack| stack.check_known(sequence, table_row, end - start, context))?;
+        }
+        for stack in plan.stacks() {
+            let unowned = stack.slot_mapping()[expected_start as usize..].iter();
+            if let Some((row, _)) = (expected_start..).zip(unowned).find(|(_, slot)| **slot != PADDING_SLOT) {
+                return Err(PlanFault::RowWithoutSequence { row });
             }
         }
-        let unowned = plan.slot_mapping()[expected_start as usize..].iter();
-        match (expected_start..).zip(unowned).find(|(_, slot)| **slot != PADDING_SLOT) {
-            Some((row, _)) => Err(PlanFault::RowWithoutSequence { row }),
-            None => Ok(()),
-        }
+        Ok(())
     }
 
     fn check_slots(&mut self, plan: &StepPlan) -> Result<(), PlanFault> {
-        self.sorted.clear();
-        for (row, &slot) in (0..).zip(plan.slot_mapping()) {
-            if slot == PADDING_SLOT {
-                continue;
+        for (stack, plan) in self.stacks.iter().zip(plan.stacks()) {
+            self.sorted.clear();
+            for (row, &slot) in (0..).zip(plan.slot_mapping()) {
+                if slot == PADDING_SLOT {
+                    continue;
+                }
+                if slot >= stack.num_slots {
+                    return Err(PlanFault::SlotOutOfRange { row, slot, num_slots: stack.num_slots });
+                }
+                self.sorted.push(slot);
             }
-            if slot >= self.num_slots {
-                return Err(PlanFault::SlotOutOfRange { row, slot, num_slots: self.num_slots });
+            if let Some(slot) = twice(&mut self.sorted) {
+                return Err(PlanFault::SlotTwice { slot });
             }
-            self.sorted.push(slot);
         }
-        match twice(&mut self.sorted) {
-            Some(slot) => Err(PlanFault::SlotTwice { slot }),
-            None => Ok(()),
-        }
+        Ok(())
     }
 
     /// Copies of a block into itself are left out by the upload, so they are in no other's way.
@@ -332,7 +363,7 @@ fn twice(numbers: &mut [u32]) -> Option<u32> {
     numbers.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0])
 }
 
-fn check_lengths(plan: &StepPlan) -> Result<(), PlanFault> {
+fn check_lengths(plan: &StepPlan, num_stacks: usize) -> Result<(), PlanFault> {
     let rows = u64::from(plan.num_rows());
     let sequences = u64::from(plan.num_sequences());
     let starts = plan.query_starts().len();
@@ -340,15 +371,14 @@ fn check_lengths(plan: &StepPlan) -> Result<(), PlanFault> {
     let expected_starts = if sequences == 0 && starts == 0 { 0 } else { sequences + 1 };
     for (array, actual, expected) in [
         ("positions", plan.positions().len(), rows),
-        ("slot_mapping", plan.slot_mapping().len(), rows),
         ("query_starts", starts, expected_starts),
         ("table_rows", plan.table_rows().len(), sequences),
+        ("stacks", plan.stacks().len(), num_stacks as u64),
     ] {
-        if actual as u64 != expected {
-            return Err(PlanFault::Length { array, actual: actual as u64, expected });
-        }
+        check_length(array, actual as u64, expected)?;
     }
-    Ok(())
+    let mut slots = plan.stacks().iter().map(|stack| stack.slot_mapping().len() as u64);
+    slots.try_for_each(|slots| check_length("slot_mapping", slots, rows))
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@
 //! `PAGED_KV_GATE=write` writes the files anew.
 
 use crate::config::CacheConfig;
-use crate::gpu::metadata::{StepRecord, num_headers, pack};
+use crate::gpu::metadata::{Headers, StepRecord, num_headers, pack};
 use crate::gpu::shader::{RowRule, all_variants};
 use crate::ids::RequestId;
 use crate::model::{KvType, ModelShape};
@@ -91,13 +91,17 @@ fn history(seed: u64, splits: &[SplitConfig; 3]) -> [Vec<u32>; 3] {
 
 /// All that is uploaded for a step, and what is recorded by it.
 fn words_of(plan: &StepPlan, config: &SplitConfig) -> Vec<u32> {
-    let (mut split, mut words, mut record) = (WorkSplit::default(), Vec::new(), StepRecord::default());
-    split.split(plan, config);
+    let (mut splits, mut words, mut record) = ([WorkSplit::default()], Vec::new(), StepRecord::default());
+    splits[0].split(plan, config);
     // Room for the headers, which lie 64 words apart.
-    words.resize(64 * num_headers(&split) as usize, 0);
-    pack(plan, &split, 64, &mut words, &mut record);
-    words.extend(record.decode_dispatches.iter().chain(&record.prefill_dispatches));
-    words.extend([record.changed_entries, record.num_block_copies, record.stamp, split.num_partials]);
+    let headers = Headers { count: num_headers(&splits), words: 64, groups: &[0] };
+    words.resize(64 * headers.count as usize, 0);
+    pack(plan, &splits, &headers, &mut words, &mut record);
+    let group = &record.groups[0];
+    words.extend(group.decode_dispatches.iter().chain(&group.prefill_dispatches));
+    // Changed entries follow the copies.
+    let changed_entries = record.params.block_copies + 2 * record.num_block_copies;
+    words.extend([changed_entries, record.num_block_copies, record.stamp, splits[0].num_partials]);
     words
 }
 

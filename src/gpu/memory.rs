@@ -3,8 +3,10 @@
 
 use crate::config::CacheConfig;
 use crate::error::DeviceError;
+use crate::gpu::capabilities::Capabilities;
 use crate::gpu::scope::{Refusal, guarded};
 use crate::layout::ArenaLayout;
+use std::ops::Range;
 use wgpu::{BufferDescriptor, BufferUsages};
 
 /// Creates buffers one after the other and knows how many bytes it has made.
@@ -55,10 +57,13 @@ pub(super) fn device_error(
 
 /// The pool and everything of fixed size around it.
 pub(super) struct DeviceMemory {
-    /// One buffer per group of layers.
+    /// One buffer each.
     pub(super) arenas: Vec<wgpu::Buffer>,
-    /// `[max_sequences][table_entries]` block ids.
+    /// Block ids, `[max_sequences][table_entries]` for each stack of layers.
     pub(super) tables: wgpu::Buffer,
+    /// Where each stack's tables lie in it, in bytes, and the group that the stack is of.
+    pub(super) table_windows: Vec<Range<u64>>,
+    pub(super) stack_groups: Vec<u32>,
     /// Partial results.
     pub(super) partials: wgpu::Buffer,
     /// Parameters of each layer, `layer_stride` bytes apart.
@@ -73,7 +78,7 @@ impl DeviceMemory {
         arenas: &ArenaLayout,
         partial_bytes: u64,
         layer_params: &[Vec<u8>],
-        uniform_alignment: u32,
+        capabilities: &Capabilities,
     ) -> Result<Self, DeviceError> {
         let storage = BufferUsages::STORAGE | BufferUsages::COPY_DST | BufferUsages::COPY_SRC;
         let arenas = (0..arenas.num_arenas())
@@ -82,8 +87,9 @@ impl DeviceMemory {
                 allocator.create("arena", &label, arenas.arena_bytes(arena), storage)
             })
             .collect::<Result<_, _>>()?;
-        let tables =
-            allocator.create("block tables", "paged_kv.block_tables", cache.table_bytes(), storage)?;
+        let table_windows = table_windows(cache, capabilities.storage_alignment);
+        let table_bytes = table_windows.last().map_or(0, |window| window.end);
+        let tables = allocator.create("block tables", "paged_kv.block_tables", table_bytes, storage)?;
         let partials = allocator.create(
             "partial results",
             "paged_kv.partials",
@@ -91,9 +97,10 @@ impl DeviceMemory {
             BufferUsages::STORAGE | BufferUsages::COPY_DST,
         )?;
         let layer_bytes = layer_params.first().map_or(0, Vec::len) as u32;
-        let layer_stride = layer_bytes.next_multiple_of(uniform_alignment);
+        let layer_stride = layer_bytes.next_multiple_of(capabilities.uniform_alignment);
         let layers = Self::create_layers(allocator, layer_params, layer_stride)?;
-        Ok(Self { arenas, tables, partials, layers, layer_stride })
+        let stack_groups = cache.stack_groups();
+        Ok(Self { arenas, tables, table_windows, stack_groups, partials, layers, layer_stride })
     }
 
     /// Gives the memory back, even if others hold the buffers.
@@ -115,6 +122,17 @@ impl DeviceMemory {
         }
         create_filled(allocator, "layer parameters", "paged_kv.layers", &bytes)
     }
+}
+
+/// Where the tables of each stack lie: one stack's after another's, each where a binding may begin.
+fn table_windows(cache: &CacheConfig, storage_alignment: u32) -> Vec<Range<u64>> {
+    let mut end = 0u64;
+    let windows = cache.stack_entries().into_iter().map(|entries| {
+        let start = end.next_multiple_of(u64::from(storage_alignment));
+        end = start + u64::from(cache.max_sequences()) * u64::from(entries) * 4;
+        start..end
+    });
+    windows.collect()
 }
 
 /// A uniform buffer that holds `bytes` from the start: no upload goes through the queue.

@@ -61,13 +61,13 @@ use crate::schedule::{SplitConfig, StepPlan, TransferReport, WorkSplit};
 use capabilities::Capabilities;
 use lease::HeldPasses;
 use params::STEP_PARAMS_WORDS;
-use pipelines::{Compilation, Layouts, Pipelines};
+use pipelines::{Compilation, GroupKeys, Layouts, Pipelines};
 use pool::{Pool, PoolContext, slot_context};
 use record::Progress;
 use scope::is_lost;
-use setup::{QueryTiles, check_shape, layer_bytes, variant};
+use setup::{QueryTiles, check_shape, layer_bytes, served_groups, variant};
 use std::sync::atomic::{AtomicU64, Ordering};
-use tensors::Binder;
+use tensors::{Binder, RowLens};
 use wgpu::CommandEncoder;
 
 /// The texts of all shaders, the mirrors of their structs, and the parts of a layer, for tests and benches. Not part of the stable interface.
@@ -118,14 +118,16 @@ pub struct PagedAttention {
     /// The pool was given up, and no other one has taken its place.
     is_retired: bool,
     capabilities: Capabilities,
-    tiles: QueryTiles,
+    /// Of each group of layers.
+    tiles: Vec<QueryTiles>,
     compilation: Compilation,
     layouts: Layouts,
     pipelines: Pipelines,
     pool: Pool,
     /// Words between headers of a step's dispatches.
     header_words: u32,
-    split: WorkSplit,
+    /// Of each group of layers.
+    splits: Vec<WorkSplit>,
     stats: AttentionStats,
     /// What was made and counted before this pool.
     made_before: AttentionStats,
@@ -160,22 +162,22 @@ impl PagedAttention {
         check_shape(&shape, &cache)?;
         let capabilities = Capabilities::of(device)?;
         let compact = options.compact_shaders.unwrap_or(capabilities.compact_shaders);
-        let group = shape.first_group();
-        let tiles = QueryTiles::of(group, compact);
-        let layouts = Layouts::create(device, layer_bytes(group))?;
+        let tiles: Vec<QueryTiles> = shape.groups().map(|group| QueryTiles::of(group, compact)).collect();
+        let layouts = Layouts::create(device, layer_bytes(&shape))?;
         let context = PoolContext {
             device,
             layouts: &layouts,
             capabilities: &capabilities,
             options: &options,
-            group,
-            tiles,
+            shape: &shape,
+            tiles: &tiles,
         };
-        let mut stats = AttentionStats { pipelines_created: Pipelines::COUNT, ..Default::default() };
+        let mut stats = AttentionStats::default();
         let pool = Pool::create(&context, cache, &mut stats)?;
         let compilation = Compilation { fold: capabilities.max_workgroups, checked: options.checked_shaders };
-        let variant = |kernel| variant(kernel, group, &pool.cache, tiles, &capabilities, &options);
-        let pipelines = Pipelines::create(device, &layouts, compilation, &options, variant)?;
+        let keys = group_keys(&shape, &pool.cache, &tiles, &capabilities, &options);
+        let pipelines = Pipelines::create(device, &layouts, compilation, &options, keys)?;
+        stats.pipelines_created = pipelines.count();
         // Kernels take their time to compile, and what a lost device has made looks like any other.
         if is_lost(device) {
             return Err(DeviceError::DeviceLost);
@@ -191,7 +193,7 @@ impl PagedAttention {
             pipelines,
             pool,
             header_words: STEP_PARAMS_WORDS.next_multiple_of(capabilities.uniform_alignment / 4),
-            split: WorkSplit::default(),
+            splits: Vec::new(),
             stats,
             made_before: AttentionStats::default(),
             options,
@@ -216,21 +218,37 @@ impl PagedAttention {
         encoder.pop_debug_group();
     }
 
-    /// Checks and binds the tensors that layers read and write; to be kept, not made anew in each step.
+    /// Checks and binds the tensors that layers read and write; to be kept, not made anew in each step. They serve every
+    /// layer whose rows are as long as those of layer 0: all layers of a model whose heads are the same everywhere.
     ///
     /// # Errors
     /// [`BindError`] when a slice does not have the rows it claims, is misaligned, lacks `STORAGE` usage, when the output
     /// shares a buffer with an input, when a buffer is another device's, or when the device is lost.
     pub fn bind_tensors(&mut self, tensors: &LayerTensors<'_>) -> Result<BoundTensors, BindError> {
+        self.bind_layer_tensors(0, tensors)
+    }
+
+    /// As [`bind_tensors`](Self::bind_tensors), for the layers whose rows are as long as those of `layer`.
+    ///
+    /// # Errors
+    /// As `bind_tensors`, and [`BindError::NoSuchLayer`].
+    pub fn bind_layer_tensors(
+        &mut self,
+        layer: u32,
+        tensors: &LayerTensors<'_>,
+    ) -> Result<BoundTensors, BindError> {
         if self.is_retired {
             return Err(BindError::DeviceLost);
+        }
+        let num_layers = self.shape.num_layers();
+        if layer >= num_layers {
+            return Err(BindError::NoSuchLayer { layer, num_layers });
         }
         let binder = Binder {
             device: &self.device,
             layouts: &self.layouts,
             attention: self.instance,
-            block: *self.pool.cache.layout(),
-            num_query_heads: self.shape.num_query_heads(),
+            row_lens: self.row_lens(layer),
             activations: self.options.activations,
             storage_alignment: self.capabilities.storage_alignment,
             max_tensor_bytes: self.capabilities.max_tensor_bytes,
@@ -270,10 +288,13 @@ impl PagedAttention {
             return Err(if lost { PrepareError::DeviceLost } else { PrepareError::StepNotExecuted { step } });
         }
         self.pool.checker.check(plan)?;
-        self.split.split(plan, &self.pool.split_config);
-        self.check_fixed_spans()?;
+        self.splits.resize_with(self.pool.split_configs.len(), WorkSplit::default);
+        for (split, config) in self.splits.iter_mut().zip(&self.pool.split_configs) {
+            split.split(plan, config);
+            check_fixed_spans(split, config)?;
+        }
         let context = slot_context(&self.device, &self.layouts, &self.pool.memory, &self.capabilities);
-        let (slot, lease) = self.pool.slots.pack(&context, plan, &self.split, self.header_words)?;
+        let (slot, lease) = self.pool.slots.pack(&context, plan, &self.splits, self.header_words)?;
         let transfer = self.pool.transfers.prepare(plan)?;
         self.pool.checker.accept(plan);
         self.pool.ledger.prepared(plan, slot);
@@ -311,13 +332,15 @@ impl PagedAttention {
         self.pool.transfers.poll()
     }
 
-    /// With fixed spans, a full scratch buffer must not lead to longer spans.
-    fn check_fixed_spans(&self) -> Result<(), PrepareError> {
-        let SplitConfig { fixed_span_tokens, max_partials, .. } = self.pool.split_config;
-        let (needed, available) = (self.split.num_partials.into(), max_partials.into());
-        match fixed_span_tokens {
-            Some(_) if needed > available => Err(PrepareError::ScratchTooSmall { needed, available }),
-            _ => Ok(()),
+    /// Elements of a layer's rows of queries, keys, values and results.
+    fn row_lens(&self, layer: u32) -> RowLens {
+        let block = self.pool.arenas.block_of(layer);
+        let group = self.shape.group(self.pool.arenas.place_of(layer).group);
+        RowLens {
+            query: group.num_query_heads() * block.k_head_dim(),
+            key: block.num_kv_heads() * block.k_head_dim(),
+            value: block.num_kv_heads() * block.v_head_dim(),
+            output: group.num_query_heads() * block.v_head_dim(),
         }
     }
 
@@ -334,12 +357,12 @@ impl PagedAttention {
         &self.pool.arenas
     }
 
-    /// How steps are split into work items on this device.
+    /// How steps are split into work items on this device, for the first group of layers.
     pub fn split_config(&self) -> &SplitConfig {
-        &self.pool.split_config
+        &self.pool.split_configs[0]
     }
 
-    /// The shader variants in use, one per kernel, and how long each took to make.
+    /// The shader variants in use, each once, and how long it took to make.
     pub fn variants(&self) -> &[ShaderVariant] {
         &self.pipelines.variants
     }
@@ -357,6 +380,27 @@ impl PagedAttention {
             ..self.stats
         })
     }
+}
+
+/// With fixed spans, a full scratch buffer must not lead to longer spans.
+fn check_fixed_spans(split: &WorkSplit, config: &SplitConfig) -> Result<(), PrepareError> {
+    let (needed, available) = (split.num_partials.into(), config.max_partials.into());
+    match config.fixed_span_tokens {
+        Some(_) if needed > available => Err(PrepareError::ScratchTooSmall { needed, available }),
+        _ => Ok(()),
+    }
+}
+
+/// The kernels that each group of layers takes.
+fn group_keys(
+    shape: &ModelShape,
+    cache: &CacheConfig,
+    tiles: &[QueryTiles],
+    capabilities: &Capabilities,
+    options: &AttentionOptions,
+) -> Vec<GroupKeys> {
+    let groups = served_groups(shape, cache, tiles);
+    Pipelines::keys(groups, |kernel, group| variant(kernel, group, capabilities, options))
 }
 
 /// Tells attention objects apart within the process.

@@ -14,13 +14,14 @@ use crate::gpu::memory::device_error;
 use crate::gpu::options::AttentionOptions;
 use crate::gpu::params::{StepParams, TensorParams};
 use crate::gpu::scope::guarded;
+use crate::gpu::setup::ServedGroup;
 use crate::gpu::shader::{Kernel, VariantKey};
 use std::num::NonZeroU64;
 use std::time::Duration;
 use wgpu::{
     BindGroupLayout, BindGroupLayoutDescriptor, BindGroupLayoutEntry, BindingType, BufferBindingType,
-    ComputePipelineDescriptor, PipelineCompilationOptions, PipelineLayoutDescriptor, ShaderModuleDescriptor,
-    ShaderRuntimeChecks, ShaderSource, ShaderStages,
+    ComputePipeline, ComputePipelineDescriptor, PipelineCompilationOptions, PipelineLayoutDescriptor,
+    ShaderModuleDescriptor, ShaderRuntimeChecks, ShaderSource, ShaderStages,
 };
 
 /// The layouts of all bind groups.
@@ -128,68 +129,103 @@ pub struct ShaderVariant {
     pub creation_time: Duration,
 }
 
-/// One pipeline per kernel.
+/// The pipelines of all groups of layers. Groups whose kernels are the same share them.
 pub(super) struct Pipelines {
+    keys: Vec<GroupKeys>,
     pub(super) variants: Vec<ShaderVariant>,
-    pub(super) append: wgpu::ComputePipeline,
-    pub(super) block_copy: wgpu::ComputePipeline,
-    pub(super) attention_decode: wgpu::ComputePipeline,
-    pub(super) attention_prefill: wgpu::ComputePipeline,
-    pub(super) attention_merge: wgpu::ComputePipeline,
+    pub(super) block_copy: ComputePipeline,
+    /// In the order of the groups.
+    pub(super) groups: Vec<GroupPipelines>,
+}
+
+/// The variants of one group's kernels: decode, prefill, merge and append.
+pub(super) type GroupKeys = [VariantKey; 4];
+
+/// The pipelines of one group.
+pub(super) struct GroupPipelines {
+    pub(super) attention_decode: ComputePipeline,
+    pub(super) attention_prefill: ComputePipeline,
+    pub(super) attention_merge: ComputePipeline,
+    pub(super) append: ComputePipeline,
 }
 
 impl Pipelines {
-    /// Number of pipelines.
-    pub(super) const COUNT: u32 = KERNELS.len() as u32;
+    /// The variants that `variant` names for each of the groups.
+    pub(super) fn keys<'a>(
+        groups: impl Iterator<Item = ServedGroup<'a>>,
+        variant: impl Fn(Kernel, ServedGroup<'a>) -> VariantKey,
+    ) -> Vec<GroupKeys> {
+        // Those that take longest to compile come first.
+        let kernels =
+            [Kernel::AttentionDecode, Kernel::AttentionPrefill, Kernel::AttentionMerge, Kernel::Append];
+        groups.map(|group| kernels.map(|kernel| variant(kernel, group))).collect()
+    }
 
-    /// Creates the pipelines of the variants that `variant` names, some of their fragments replaced.
+    /// Creates the pipelines of these variants, some of their fragments replaced.
     pub(super) fn create(
         device: &wgpu::Device,
         layouts: &Layouts,
         compilation: Compilation,
         options: &AttentionOptions,
-        variant: impl Fn(Kernel) -> VariantKey,
+        keys: Vec<GroupKeys>,
     ) -> Result<Self, DeviceError> {
-        let keys = KERNELS.map(variant);
-        let [decode, prefill, merge, append, block_copy] = at_once(device, &keys, |variant| {
+        let mut distinct: Vec<VariantKey> = Vec::new();
+        for key in keys.iter().flatten().copied().chain([VariantKey::block_copy()]) {
+            if !distinct.contains(&key) {
+                distinct.push(key);
+            }
+        }
+        let made = at_once(device, &distinct, |variant| {
             let (pipeline, creation_time) =
                 timed(|| pipeline(device, layouts, compilation, options, variant));
             Ok((pipeline?, ShaderVariant { name: variant.to_string(), creation_time }))
         });
-        let made = [decode?, prefill?, merge?, append?, block_copy?];
-        let variants = made.iter().map(|(_, variant)| variant.clone()).collect();
-        let [attention_decode, attention_prefill, attention_merge, append, block_copy] =
-            made.map(|(pipeline, _)| pipeline);
-        Ok(Self { variants, append, block_copy, attention_decode, attention_prefill, attention_merge })
+        let made = made.into_iter().collect::<Result<Vec<_>, _>>()?;
+        let of = |key: &VariantKey| {
+            let index = distinct.iter().position(|other| other == key).expect("every variant was made");
+            made[index].0.clone()
+        };
+        let groups = keys.iter().map(|[decode, prefill, merge, append]| GroupPipelines {
+            attention_decode: of(decode),
+            attention_prefill: of(prefill),
+            attention_merge: of(merge),
+            append: of(append),
+        });
+        Ok(Self {
+            groups: groups.collect(),
+            block_copy: of(&VariantKey::block_copy()),
+            variants: made.iter().map(|(_, variant)| variant.clone()).collect(),
+            keys,
+        })
+    }
+
+    /// Whether these are the pipelines of other variants.
+    pub(super) fn are_others(&self, keys: &[GroupKeys]) -> bool {
+        self.keys != keys
+    }
+
+    /// Number of pipelines.
+    pub(super) fn count(&self) -> u32 {
+        self.variants.len() as u32
     }
 }
-
-/// All kernels; those that take longest to compile come first.
-const KERNELS: [Kernel; 5] = [
-    Kernel::AttentionDecode,
-    Kernel::AttentionPrefill,
-    Kernel::AttentionMerge,
-    Kernel::Append,
-    Kernel::BlockCopy,
-];
 
 /// What `create` makes of each variant, each on a thread of its own: drivers compile on the thread that asks. But for GL,
 /// whose context is one thread's at a time: those who wait for it give up after seconds.
 #[cfg(not(target_family = "wasm"))]
 fn at_once<T: Send>(
     device: &wgpu::Device,
-    variants: &[VariantKey; 5],
+    variants: &[VariantKey],
     create: impl Fn(&VariantKey) -> Result<T, DeviceError> + Sync,
-) -> [Result<T, DeviceError>; 5] {
+) -> Vec<Result<T, DeviceError>> {
     if device.adapter_info().backend == wgpu::Backend::Gl {
-        return variants.each_ref().map(create);
+        return variants.iter().map(create).collect();
     }
     let create = &create;
     std::thread::scope(|scope| {
-        variants
-            .each_ref()
-            .map(|variant| scope.spawn(move || create(variant)))
-            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        let threads: Vec<_> = variants.iter().map(|variant| scope.spawn(move || create(variant))).collect();
+        let results = threads.into_iter().map(|thread| thread.join());
+        results.map(|result| result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
     })
 }
 
@@ -197,10 +233,10 @@ fn at_once<T: Send>(
 #[cfg(target_family = "wasm")]
 fn at_once<T>(
     _device: &wgpu::Device,
-    variants: &[VariantKey; 5],
+    variants: &[VariantKey],
     create: impl Fn(&VariantKey) -> Result<T, DeviceError>,
-) -> [Result<T, DeviceError>; 5] {
-    variants.each_ref().map(create)
+) -> Vec<Result<T, DeviceError>> {
+    variants.iter().map(create).collect()
 }
 
 #[cfg(not(target_family = "wasm"))]

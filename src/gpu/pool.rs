@@ -12,11 +12,11 @@ use crate::gpu::metadata::{MetadataSlots, SlotContext};
 use crate::gpu::next_instance;
 use crate::gpu::options::AttentionOptions;
 use crate::gpu::pipelines::Layouts;
-use crate::gpu::setup::{QueryTiles, layer_params, partial_bytes, split_config};
+use crate::gpu::setup::{QueryTiles, layer_params, served_groups, split_config};
 use crate::gpu::stats::AttentionStats;
 use crate::gpu::transfers::Transfers;
 use crate::layout::ArenaLayout;
-use crate::model::LayerGroup;
+use crate::model::ModelShape;
 use crate::schedule::SplitConfig;
 
 /// One cache's memory and state on a device.
@@ -30,7 +30,8 @@ pub(super) struct Pool {
     pub(super) slots: MetadataSlots,
     pub(super) checker: PlanChecker,
     pub(super) ledger: Ledger,
-    pub(super) split_config: SplitConfig,
+    /// Of each group of layers.
+    pub(super) split_configs: Vec<SplitConfig>,
     pub(super) transfers: Transfers,
 }
 
@@ -40,8 +41,9 @@ pub(super) struct PoolContext<'a> {
     pub(super) layouts: &'a Layouts,
     pub(super) capabilities: &'a Capabilities,
     pub(super) options: &'a AttentionOptions,
-    pub(super) group: &'a LayerGroup,
-    pub(super) tiles: QueryTiles,
+    pub(super) shape: &'a ModelShape,
+    /// Of each group of layers.
+    pub(super) tiles: &'a [QueryTiles],
 }
 
 impl Pool {
@@ -51,24 +53,36 @@ impl Pool {
         cache: CacheConfig,
         stats: &mut AttentionStats,
     ) -> Result<Self, DeviceError> {
-        let &PoolContext { device, layouts, capabilities, options, group, tiles } = context;
+        let &PoolContext { device, layouts, capabilities, options, shape, tiles } = context;
         let max_bytes = capabilities.max_binding_bytes;
-        if cache.table_bytes() > max_bytes {
+        let entries = cache.stack_entries().into_iter().max().unwrap_or(0);
+        let table_bytes = u64::from(cache.max_sequences()) * u64::from(entries) * 4;
+        if table_bytes > max_bytes {
             return Err(DeviceError::LimitTooLow {
                 object: "the block tables",
                 limit: "max_storage_buffer_binding_size",
-                needed: cache.table_bytes(),
+                needed: table_bytes,
                 actual: max_bytes,
             });
         }
         let arenas = cache.arenas(max_bytes)?;
-        let split_config = split_config(group, &cache, options, capabilities, tiles);
-        let layer_params = layer_params(group, &cache, &arenas, tiles);
+        let groups: Vec<_> = served_groups(shape, &cache, tiles).collect();
+        let split_configs: Vec<SplitConfig> =
+            groups.iter().map(|&group| split_config(group, &cache, options, capabilities)).collect();
+        let layer_params = layer_params(shape, &cache, &arenas, tiles);
         let mut allocator = Allocator::new(device);
-        let scratch_bytes = u64::from(split_config.max_partials) * partial_bytes(group, &cache);
-        let alignment = capabilities.uniform_alignment;
-        let memory =
-            DeviceMemory::create(&mut allocator, &cache, &arenas, scratch_bytes, &layer_params, alignment)?;
+        let scratch = groups.iter().zip(&split_configs);
+        let scratch = scratch.map(|(group, split)| u64::from(split.max_partials) * group.partial_bytes());
+        let scratch_bytes = scratch.max().unwrap_or(0);
+        drop(groups);
+        let memory = DeviceMemory::create(
+            &mut allocator,
+            &cache,
+            &arenas,
+            scratch_bytes,
+            &layer_params,
+            capabilities,
+        )?;
         let groups = ArenaGroups::create(device, layouts, &memory)?;
         let transfers = Transfers::new(device, &cache, &arenas, options.staging_bytes, max_bytes);
         let mut pool = Self {
@@ -80,7 +94,7 @@ impl Pool {
             checker: PlanChecker::new(&cache),
             cache,
             ledger: Ledger::default(),
-            split_config,
+            split_configs,
             transfers,
         };
         stats.arena_bytes = pool.memory.arenas.iter().map(wgpu::Buffer::size).sum();
@@ -134,6 +148,8 @@ pub(super) fn slot_context<'a>(
         device,
         layouts,
         tables: &memory.tables,
+        table_windows: &memory.table_windows,
+        stack_groups: &memory.stack_groups,
         layers: &memory.layers,
         layer_params_bytes: layouts.layer_bytes,
         max_binding_bytes: capabilities.max_binding_bytes,

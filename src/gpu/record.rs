@@ -3,9 +3,10 @@
 use crate::error::RecordError;
 use crate::gpu::PagedAttention;
 use crate::gpu::lease::{Commands, HeldPasses, Lease};
-use crate::gpu::metadata::Slot;
+use crate::gpu::metadata::{GroupRecord, Slot};
 use crate::gpu::params::StepParams;
 use crate::gpu::tensors::BoundTensors;
+use crate::layout::LayerPlace;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
@@ -129,15 +130,14 @@ impl PagedAttention {
             return;
         }
         encoder.push_debug_group("paged_kv.table_changes");
-        for change in &record.table_changes {
-            let from = u64::from(record.changed_entries) + u64::from(change.start);
-            let to = u64::from(change.table_row) * u64::from(self.pool.cache.table_entries())
-                + u64::from(change.first_entry);
+        for &(stack, change) in &record.table_changes {
+            let entries = self.pool.checker.table_entries(stack);
+            let to = u64::from(change.table_row) * u64::from(entries) + u64::from(change.first_entry);
             encoder.copy_buffer_to_buffer(
                 slot.staging(),
-                from * 4,
+                u64::from(change.start) * 4,
                 &self.pool.memory.tables,
-                to * 4,
+                self.pool.memory.table_windows[stack as usize].start + to * 4,
                 u64::from(change.len) * 4,
             );
         }
@@ -170,8 +170,9 @@ impl PagedAttention {
         pass.push_debug_group("paged_kv.block_copy");
         pass.set_pipeline(&self.pipelines.block_copy);
         for arena in 0..self.pool.arenas.num_arenas() {
-            let first_layer = arena * self.pool.arenas.layers_per_arena();
-            pass.set_bind_group(0, &slot.group, &[0, first_layer * self.pool.memory.layer_stride]);
+            // Any layer in it will do.
+            let layer = self.pool.arenas.layer_in(arena);
+            pass.set_bind_group(0, &slot.groups[0], &[0, layer * self.pool.memory.layer_stride]);
             pass.set_bind_group(1, &self.pool.groups.written_arenas[arena as usize], &[]);
             let units = self.pool.arenas.block_stride_units(arena);
             step.dispatches += self.dispatch(pass, pairs * units.div_ceil(COPY_UNITS));
@@ -247,7 +248,8 @@ impl PagedAttention {
         }
         step.held_passes.hold(pass, &step.lease);
         let slot = self.pool.slots.slot(step.slot);
-        let mut target = LayerPass { slot, layer, tensors, header: None };
+        let place = self.pool.arenas.place_of(layer);
+        let mut target = LayerPass { slot, layer, place, tensors, header: None };
         if part != LayerPart::Attention {
             step.dispatches += self.append(pass, &mut target);
         }
@@ -283,6 +285,9 @@ impl PagedAttention {
         if layer != expected || layer >= self.shape.num_layers() {
             return Err(RecordError::LayerOutOfOrder { layer, expected });
         }
+        if tensors.row_lens != self.row_lens(layer) {
+            return Err(RecordError::TensorsOfOtherLayer { layer });
+        }
         if step.rows() > tensors.rows {
             return Err(RecordError::TooManyRows { rows: step.rows(), capacity: tensors.rows });
         }
@@ -292,7 +297,7 @@ impl PagedAttention {
     fn append(&self, pass: &mut ComputePass<'_>, target: &mut LayerPass<'_>) -> u32 {
         let (arena, _) = self.pool.arenas.arena_of(target.layer);
         pass.push_debug_group("paged_kv.append");
-        pass.set_pipeline(&self.pipelines.append);
+        pass.set_pipeline(&self.pipelines.groups[target.place.group as usize].append);
         // Any header will do.
         self.bind_step(pass, target, 0);
         pass.set_bind_group(1, &self.pool.groups.written_arenas[arena as usize], &[]);
@@ -304,14 +309,14 @@ impl PagedAttention {
 
     /// The attention of all rows, and the merge of those that were split; group after group, if the rows are grouped.
     fn record_attention(&self, pass: &mut ComputePass<'_>, target: &mut LayerPass<'_>) -> u32 {
-        let Slot { record, .. } = target.slot;
-        if record.groups.is_empty() {
+        let record = target.record();
+        if record.row_groups.is_empty() {
             let headers = 0..record.prefill_dispatches.len() as u32;
             return self.record_decode(pass, target)
                 + self.record_prefill(pass, target, headers)
-                + self.record_merge(pass, target, 0, record.params.num_merge_items);
+                + self.record_merge(pass, target, 0, record.num_merge_items);
         }
-        let groups = (0..).zip(&record.groups);
+        let groups = (0..).zip(&record.row_groups);
         groups
             .map(|(group, (headers, num_merge_items))| {
                 self.record_prefill(pass, target, headers.clone())
@@ -321,11 +326,11 @@ impl PagedAttention {
     }
 
     fn record_decode(&self, pass: &mut ComputePass<'_>, target: &mut LayerPass<'_>) -> u32 {
-        let Slot { record, .. } = target.slot;
-        let counts = &record.decode_dispatches;
+        let counts = &target.record().decode_dispatches;
         let items = (0..counts.len() as u32).map(|header| (header, counts[header as usize]));
-        let kernel = ("paged_kv.attention_decode", &self.pipelines.attention_decode);
-        self.record_items(pass, target, kernel, items, self.pool.split_config.workgroups_per_item)
+        let group = target.place.group as usize;
+        let kernel = ("paged_kv.attention_decode", &self.pipelines.groups[group].attention_decode);
+        self.record_items(pass, target, kernel, items, self.pool.split_configs[group].workgroups_per_item)
     }
 
     fn record_prefill(
@@ -334,11 +339,11 @@ impl PagedAttention {
         target: &mut LayerPass<'_>,
         headers: Range<u32>,
     ) -> u32 {
-        let Slot { record, .. } = target.slot;
-        let counts = &record.prefill_dispatches;
+        let counts = &target.record().prefill_dispatches;
         let items = headers.map(|header| (header, counts[header as usize]));
-        let kernel = ("paged_kv.attention_prefill", &self.pipelines.attention_prefill);
-        self.record_items(pass, target, kernel, items, self.shape.num_kv_heads())
+        let group = target.place.group as usize;
+        let kernel = ("paged_kv.attention_prefill", &self.pipelines.groups[group].attention_prefill);
+        self.record_items(pass, target, kernel, items, self.pool.split_configs[group].workgroups_per_tile)
     }
 
     /// One dispatch per header and number of items.
@@ -379,12 +384,12 @@ impl PagedAttention {
             return 0;
         }
         pass.push_debug_group("paged_kv.attention_merge");
-        pass.set_pipeline(&self.pipelines.attention_merge);
+        pass.set_pipeline(&self.pipelines.groups[target.place.group as usize].attention_merge);
         self.bind_step(pass, target, header);
         pass.set_bind_group(1, &self.pool.groups.merge, &[]);
         // Group 2 has the output.
-        let units = u64::from(self.pool.cache.layout().v_sum_units());
-        let per_item = u64::from(self.shape.num_query_heads()) * units;
+        let units = u64::from(self.pool.arenas.block_of(target.layer).v_sum_units());
+        let per_item = u64::from(self.shape.group(target.place.group).num_query_heads()) * units;
         let dispatches = self.dispatch(pass, (u64::from(num_items) * per_item).div_ceil(64));
         pass.pop_debug_group();
         dispatches
@@ -395,8 +400,9 @@ impl PagedAttention {
         if target.header.replace(header) == Some(header) {
             return;
         }
+        let header = target.slot.header_of(target.place.stack, header);
         let offsets = [header * self.header_words * 4, target.layer * self.pool.memory.layer_stride];
-        pass.set_bind_group(0, &target.slot.group, &offsets);
+        pass.set_bind_group(0, &target.slot.groups[target.place.stack as usize], &offsets);
     }
 
     /// Dispatches `workgroups`, folded over x and y where one dimension does not hold them. The kernels write nothing
@@ -413,7 +419,15 @@ impl PagedAttention {
 struct LayerPass<'a> {
     slot: &'a Slot,
     layer: u32,
+    place: LayerPlace,
     tensors: &'a BoundTensors,
     /// The header that is bound, with the layer.
     header: Option<u32>,
+}
+
+impl<'a> LayerPass<'a> {
+    /// The dispatches of the layer's group.
+    fn record(&self) -> &'a GroupRecord {
+        &self.slot.record.groups[self.place.group as usize]
+    }
 }

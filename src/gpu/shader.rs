@@ -175,6 +175,11 @@ impl VariantKey {
         }
     }
 
+    /// The variant of `block_copy`, which there is one of.
+    pub fn block_copy() -> Self {
+        Self::new(Kernel::BlockCopy, (KvType::F32, KvType::F32), (8, 8), ActivationType::F32, 1, false)
+    }
+
     /// The same with another rule for rows, as far as the kernel has one.
     pub fn with_rule(mut self, rule: RowRule) -> Self {
         self.rule = match self.kernel {

@@ -8,7 +8,6 @@ use crate::gpu::options::ActivationType;
 use crate::gpu::params::TensorParams;
 use crate::gpu::pipelines::Layouts;
 use crate::gpu::scope::{Refusal, guarded};
-use crate::layout::BlockLayout;
 use std::num::NonZeroU64;
 use wgpu::{
     BindGroup, BindGroupDescriptor, BindGroupEntry, BindGroupLayout, BindingResource, BufferBinding,
@@ -50,6 +49,7 @@ pub struct LayerTensors<'a> {
 pub struct BoundTensors {
     pub(super) attention: u64,
     pub(super) rows: u32,
+    pub(super) row_lens: RowLens,
     pub(super) append: BindGroup,
     pub(super) attend: BindGroup,
 }
@@ -61,13 +61,21 @@ impl BoundTensors {
     }
 }
 
+/// Elements of a layer's rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct RowLens {
+    pub(super) query: u32,
+    pub(super) key: u32,
+    pub(super) value: u32,
+    pub(super) output: u32,
+}
+
 /// What binding needs to know about the attention object.
 pub(super) struct Binder<'a> {
     pub(super) device: &'a wgpu::Device,
     pub(super) layouts: &'a Layouts,
     pub(super) attention: u64,
-    pub(super) block: BlockLayout,
-    pub(super) num_query_heads: u32,
+    pub(super) row_lens: RowLens,
     pub(super) activations: ActivationType,
     pub(super) storage_alignment: u32,
     pub(super) max_tensor_bytes: u64,
@@ -76,11 +84,11 @@ pub(super) struct Binder<'a> {
 impl Binder<'_> {
     pub(super) fn bind(&self, tensors: &LayerTensors<'_>) -> Result<BoundTensors, BindError> {
         let LayerTensors { query, key, value, output } = tensors;
-        let block = &self.block;
-        let query_bytes = self.check("query", query, self.num_query_heads * block.k_head_dim())?;
-        let key_bytes = self.check("key", key, block.num_kv_heads() * block.k_head_dim())?;
-        let value_bytes = self.check("value", value, block.num_kv_heads() * block.v_head_dim())?;
-        let output_bytes = self.check("output", output, self.num_query_heads * block.v_head_dim())?;
+        let row_lens = self.row_lens;
+        let query_bytes = self.check("query", query, row_lens.query)?;
+        let key_bytes = self.check("key", key, row_lens.key)?;
+        let value_bytes = self.check("value", value, row_lens.value)?;
+        let output_bytes = self.check("output", output, row_lens.output)?;
         for (tensor, input) in [("query", query), ("key", key), ("value", value)] {
             if input.buffer == output.buffer {
                 return Err(BindError::OutputAliases { tensor });
@@ -111,7 +119,7 @@ impl Binder<'_> {
             &params,
             [tensor("query", query, query_bytes), tensor("output", output, output_bytes)],
         )?;
-        Ok(BoundTensors { attention: self.attention, rows, append, attend })
+        Ok(BoundTensors { attention: self.attention, rows, row_lens, append, attend })
     }
 
     fn group(

@@ -89,16 +89,17 @@ impl Transfers {
         max_buffer_bytes: u64,
     ) -> Self {
         let layout = StagingLayout::new(arenas, staging_bytes, cache.host_bytes(), max_buffer_bytes);
+        let block_bytes = (0..arenas.num_arenas()).map(|arena| arenas.block_stride_bytes(arena)).sum();
         Self {
             device: device.clone(),
-            pool: HostPool::new(cache.bytes_per_block() as usize),
+            pool: HostPool::new(block_bytes as usize),
             readable: StagingBuffers::readable("paged_kv.swap_out", layout.buffer_bytes),
             writable: StagingBuffers::writable("paged_kv.swap_in", layout.buffer_bytes),
             stamps: StagingBuffers::readable("paged_kv.swap_stamp", STAMP_BYTES),
             layout,
             in_flight: Vec::new(),
             ended: Vec::new(),
-            block_bytes: cache.bytes_per_block(),
+            block_bytes,
             blocks_out: 0,
             blocks_in: 0,
         }

@@ -5,8 +5,8 @@ use crate::error::DeviceError;
 use crate::gpu::pipelines::Pipelines;
 use crate::gpu::pool::{Pool, PoolContext};
 use crate::gpu::scope::is_lost;
-use crate::gpu::setup::{check_shape, variant};
-use crate::gpu::{PagedAttention, next_instance};
+use crate::gpu::setup::check_shape;
+use crate::gpu::{PagedAttention, group_keys, next_instance};
 
 impl PagedAttention {
     /// Ties the object to the cache whose [`KvCache::instance`](crate::KvCache::instance) is `instance`, and gives up what
@@ -53,24 +53,23 @@ impl PagedAttention {
             layouts: &self.layouts,
             capabilities: &self.capabilities,
             options: &self.options,
-            group: self.shape.first_group(),
-            tiles: self.tiles,
+            shape: &self.shape,
+            tiles: &self.tiles,
         };
         let mut pool = Pool::create(&context, cache, &mut self.stats)?;
-        let (new, old) = (pool.cache.layout(), self.pool.cache.layout());
-        if (new.k_type(), new.v_type(), new.v_head_dim()) != (old.k_type(), old.v_type(), old.v_head_dim()) {
-            let variant = |kernel| {
-                let group = self.shape.first_group();
-                variant(kernel, group, &pool.cache, self.tiles, &self.capabilities, &self.options)
-            };
+        let keys = group_keys(&self.shape, &pool.cache, &self.tiles, &self.capabilities, &self.options);
+        if self.pipelines.are_others(&keys) {
             self.pipelines =
-                Pipelines::create(&self.device, &self.layouts, self.compilation, &self.options, variant)?;
-            self.stats.pipelines_created = Pipelines::COUNT;
+                Pipelines::create(&self.device, &self.layouts, self.compilation, &self.options, keys)?;
+            self.stats.pipelines_created = self.pipelines.count();
         }
         if is_lost(&self.device) {
             return Err(DeviceError::DeviceLost);
         }
-        if new.v_head_dim() != old.v_head_dim() {
+        let v_head_dims = |cache: &CacheConfig| -> Vec<u32> {
+            cache.groups().iter().map(|group| group.layout().v_head_dim()).collect()
+        };
+        if v_head_dims(&pool.cache) != v_head_dims(&self.pool.cache) {
             self.instance = next_instance();
         }
         pool.transfers.count_on(&self.pool.transfers);

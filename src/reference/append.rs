@@ -5,7 +5,8 @@ use crate::layout::KvPart;
 use crate::reference::{CpuCache, Rows};
 
 /// Writes row `i` of `key` (`[num_kv_heads, k_head_dim]`) and of `value` (`[num_kv_heads, v_head_dim]`) into slot
-/// `slot_mapping[i]` of `layer`, rounded to the stored type. A row whose slot is [`PADDING_SLOT`] writes nothing.
+/// `slot_mapping[i]` of `layer`, rounded to the stored type. The slots are those of the layer's
+/// [stack](crate::ArenaLayout::place_of). A row whose slot is [`PADDING_SLOT`] writes nothing.
 ///
 /// A range of rows is a part of [`StepPlan::slot_mapping`](crate::StepPlan::slot_mapping), with
 /// [`Rows::from_row`] for the tensors.
@@ -13,10 +14,9 @@ use crate::reference::{CpuCache, Rows};
 /// # Panics
 /// When a slot lies beyond the pool, there is no such layer, or a tensor has fewer rows than there are slots.
 pub fn append(cache: &mut CpuCache, layer: u32, slot_mapping: &[u32], key: Rows<'_>, value: Rows<'_>) {
-    let layout = *cache.layout();
-    let block = layout.block();
+    let (block, num_blocks) = (*cache.layout().block_of(layer), cache.layout().num_blocks());
     let (k_len, v_len) = (block.k_head_dim() as usize, block.v_head_dim() as usize);
-    let num_slots = u64::from(layout.num_blocks()) * u64::from(block.block_size());
+    let num_slots = u64::from(num_blocks) * u64::from(block.block_size());
     for (row, &slot) in slot_mapping.iter().enumerate() {
         if slot == PADDING_SLOT {
             continue;

@@ -16,12 +16,18 @@ pub struct AttentionInputs<'a> {
     pub layer: u32,
     /// Queries, `[rows][num_query_heads, k_head_dim]`.
     pub query: Rows<'a>,
+    /// The layer's number in its group.
+    layer_in_group: u32,
 }
 
 impl<'a> AttentionInputs<'a> {
     /// These inputs.
+    ///
+    /// # Panics
+    /// When the cache has no such layer.
     pub fn new(cache: &'a CpuCache, plan: &'a StepPlan, layer: u32, query: Rows<'a>) -> Self {
-        Self { cache, plan, layer, query }
+        let layer_in_group = cache.group(layer).index_of(layer);
+        Self { cache, plan, layer, query, layer_in_group }
     }
 
     /// The position of a sequence's row.
@@ -33,20 +39,21 @@ impl<'a> AttentionInputs<'a> {
 
     /// What becomes of the products of a query head.
     pub(super) fn logit(&self, head: u32) -> Logit {
-        let (group, k_head_dim) = (self.cache.group(), self.cache.layout().block().k_head_dim());
-        Logit::of(group.logits(), self.layer, head, group.num_query_heads(), k_head_dim)
+        let group = self.cache.group(self.layer);
+        Logit::of(group.logits(), self.layer_in_group, head, group.num_query_heads(), group.head_dim())
     }
 
     /// The query of one head in one row.
     pub(super) fn query_of(&self, row: u32, head: u32) -> &'a [f32] {
-        let k_len = self.cache.layout().block().k_head_dim() as usize;
-        let row = self.query.row(row as usize, k_len * self.cache.num_query_heads() as usize);
+        let group = self.cache.group(self.layer);
+        let k_len = group.head_dim() as usize;
+        let row = self.query.row(row as usize, k_len * group.num_query_heads() as usize);
         &row[head as usize * k_len..][..k_len]
     }
 
     /// The block table of a sequence.
     pub(super) fn table(&self, sequence: u32) -> &'a [u32] {
-        self.cache.table(self.plan.table_rows()[sequence as usize])
+        self.cache.table(self.layer, self.plan.table_rows()[sequence as usize])
     }
 }
 
@@ -64,7 +71,7 @@ pub fn attention(
     output: &mut RowsMut<'_>,
     partials: &mut Vec<f32>,
 ) {
-    let partial_len = inputs.cache.partial_len();
+    let partial_len = inputs.cache.partial_len(inputs.layer);
     let needed = split.num_partials as usize * partial_len;
     if partials.len() < needed {
         partials.resize(needed, 0.0);

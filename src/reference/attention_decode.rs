@@ -20,10 +20,10 @@ pub fn attention_decode(
     output: &mut RowsMut<'_>,
     partials: &mut RowsMut<'_>,
 ) {
-    let block = &inputs.cache.layout().block();
+    let block = inputs.cache.layout().block_of(inputs.layer);
     let v_len = block.v_head_dim() as usize;
-    let heads = inputs.cache.heads_per_kv_head();
-    let mut softmax = OnlineSoftmax::new(inputs.cache);
+    let heads = inputs.cache.group(inputs.layer).heads_per_kv_head();
+    let mut softmax = OnlineSoftmax::new(inputs.cache, inputs.layer);
     for item in items {
         let row = inputs.plan.query_starts()[item.sequence as usize];
         let table = inputs.table(item.sequence);
@@ -44,10 +44,10 @@ pub fn attention_decode(
             for query in 0..heads as usize {
                 let head = (kv_head * heads) as usize + query;
                 if item.partial == DIRECT {
-                    let row = output.row_mut(row as usize, inputs.cache.output_len());
+                    let row = output.row_mut(row as usize, inputs.cache.output_len(inputs.layer));
                     softmax.write_output(query, &mut row[head * v_len..][..v_len]);
                 } else {
-                    let row = partials.row_mut(item.partial as usize, inputs.cache.partial_len());
+                    let row = partials.row_mut(item.partial as usize, inputs.cache.partial_len(inputs.layer));
                     softmax.write_partial(query, &mut row[head * (v_len + 2)..][..v_len + 2]);
                 }
             }

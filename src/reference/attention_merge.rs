@@ -19,14 +19,14 @@ pub fn attention_merge(
     output: &mut RowsMut<'_>,
 ) {
     let cache = inputs.cache;
-    let v_len = cache.layout().block().v_head_dim() as usize;
+    let v_len = cache.layout().block_of(inputs.layer).v_head_dim() as usize;
     let mut accumulator = vec![0.0f32; v_len];
     for item in items {
-        let row = output.row_mut(item.row as usize, cache.output_len());
+        let row = output.row_mut(item.row as usize, cache.output_len(inputs.layer));
         for (head, output) in row.chunks_exact_mut(v_len).enumerate() {
             let sink = inputs.logit(head as u32).base_2().sink;
             let spans = (item.first_partial..item.first_partial + item.num_partials).map(|partial| {
-                let partial = partials.row(partial as usize, cache.partial_len());
+                let partial = partials.row(partial as usize, cache.partial_len(inputs.layer));
                 let (values, state) = partial[head * (v_len + 2)..][..v_len + 2].split_at(v_len);
                 (values, state[0], state[1])
             });

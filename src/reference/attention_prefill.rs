@@ -23,10 +23,10 @@ pub fn attention_prefill(
     output: &mut RowsMut<'_>,
     partials: &mut RowsMut<'_>,
 ) {
-    let block = &inputs.cache.layout().block();
+    let block = inputs.cache.layout().block_of(inputs.layer);
     let v_len = block.v_head_dim() as usize;
-    let heads = inputs.cache.heads_per_kv_head();
-    let mut softmax = OnlineSoftmax::new(inputs.cache);
+    let heads = inputs.cache.group(inputs.layer).heads_per_kv_head();
+    let mut softmax = OnlineSoftmax::new(inputs.cache, inputs.layer);
     for item in items {
         let first_row = inputs.plan.query_starts()[item.sequence as usize];
         let table = inputs.table(item.sequence);
@@ -50,11 +50,12 @@ pub fn attention_prefill(
                 let head = (kv_head * heads + query % heads) as usize;
                 let index = (query - item.first_query) as usize;
                 if item.partial == DIRECT {
-                    let row = output.row_mut((first_row + query / heads) as usize, inputs.cache.output_len());
+                    let row = output
+                        .row_mut((first_row + query / heads) as usize, inputs.cache.output_len(inputs.layer));
                     softmax.write_output(index, &mut row[head * v_len..][..v_len]);
                 } else {
                     let row = item.partial + (query / heads - item.first_query / heads) * item.num_spans;
-                    let row = partials.row_mut(row as usize, inputs.cache.partial_len());
+                    let row = partials.row_mut(row as usize, inputs.cache.partial_len(inputs.layer));
                     softmax.write_partial(index, &mut row[head * (v_len + 2)..][..v_len + 2]);
                 }
             }

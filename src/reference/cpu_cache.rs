@@ -1,4 +1,4 @@
-//! A cache in host memory: the words of one arena of all layers, and the block tables as a device holds them.
+//! A cache in host memory: the words of one arena of all layers, and each stack's block tables as a device holds them.
 //!
 //! Addresses come from [`ArenaLayout`] alone. The tables change only through [`CpuCache::apply_table_changes`], as on the
 //! device: an entry that no plan has set is whatever it was, and reading through it is a fault of the plan.
@@ -16,12 +16,14 @@ use crate::schedule::{SplitConfig, StepPlan};
 #[derive(Clone, Debug)]
 pub struct CpuCache {
     layout: ArenaLayout,
-    group: LayerGroup,
+    groups: Vec<LayerGroup>,
     max_sequences: u32,
-    table_entries: u32,
     pub(super) fingerprint: u64,
     words: Vec<u32>,
-    tables: Vec<u32>,
+    /// Of each stack, how many entries a table has.
+    table_entries: Vec<u32>,
+    /// Of each stack, all tables.
+    tables: Vec<Vec<u32>>,
     /// The host pool: one block's words per slot, none until something is moved there.
     host: Vec<Vec<u32>>,
 }
@@ -30,35 +32,35 @@ impl CpuCache {
     /// A zeroed cache of the size that `config` says.
     ///
     /// # Panics
-    /// When `config` was made for a model of another shape, query heads are no multiple of kv heads, or the model has more
-    /// than one group of layers.
+    /// When `config` was made for a model of another shape, or query heads are no multiple of kv heads.
     pub fn new(shape: &ModelShape, config: &CacheConfig) -> Self {
-        if let Err(error) = config.check_single_group() {
+        if let Err(error) = shape.check() {
             panic!("{error}");
         }
-        let block = *config.layout();
-        assert_eq!(
-            (block.num_layers(), block.num_kv_heads(), block.k_head_dim()),
-            (shape.num_layers(), shape.num_kv_heads(), shape.head_dim()),
-            "layers, kv heads and key head size of the cache, then of the model"
-        );
-        assert!(
-            shape.num_query_heads().is_multiple_of(shape.num_kv_heads()),
-            "{} query heads are no multiple of {} kv heads",
-            shape.num_query_heads(),
-            shape.num_kv_heads()
-        );
-        let layout = ArenaLayout::new(block, config.num_blocks(), block.num_layers())
-            .expect("a configuration has checked its layout, and the bytes of the pool");
+        let (groups, layouts) = (shape.groups(), config.groups());
+        assert_eq!(layouts.len(), groups.len(), "groups of layers of the cache, then of the model");
+        for (layout, group) in layouts.iter().zip(groups) {
+            let block = layout.layout();
+            assert_eq!(
+                (layout.num_layers(), block.num_kv_heads(), block.k_head_dim(), layout.reach()),
+                (group.num_layers(), group.num_kv_heads(), group.head_dim(), group.reach()),
+                "layers, kv heads, key head size and reach of the cache, then of the model"
+            );
+        }
+        let layout =
+            config.arena().expect("a configuration has checked its layout, and the bytes of the pool");
+        let table_entries = config.stack_entries();
+        let tables =
+            table_entries.iter().map(|&entries| vec![0; config.max_sequences() as usize * entries as usize]);
         Self {
-            layout,
-            group: shape.first_group().clone(),
+            groups: shape.groups().cloned().collect(),
             max_sequences: config.max_sequences(),
-            table_entries: config.table_entries(),
             fingerprint: config.fingerprint(),
             words: vec![0; layout.arena_words(0) as usize],
-            tables: vec![0; config.max_sequences() as usize * config.table_entries() as usize],
+            tables: tables.collect(),
+            table_entries,
             host: vec![Vec::new(); config.host_blocks() as usize],
+            layout,
         }
     }
 
@@ -67,48 +69,51 @@ impl CpuCache {
         &self.layout
     }
 
-    /// The model's layers: what their rows see, and what becomes of logits.
-    pub fn group(&self) -> &LayerGroup {
-        &self.group
+    /// The group of a layer: its heads, what its rows see, and what becomes of logits.
+    ///
+    /// # Panics
+    /// For a layer that there is not.
+    pub fn group(&self, layer: u32) -> &LayerGroup {
+        &self.groups[self.layout.place_of(layer).group as usize]
     }
 
-    /// Query heads of the model.
-    pub fn num_query_heads(&self) -> u32 {
-        self.group.num_query_heads()
+    /// Elements of an output row of a layer: `[num_query_heads, v_head_dim]`.
+    ///
+    /// # Panics
+    /// As [`group`](Self::group).
+    pub fn output_len(&self, layer: u32) -> usize {
+        self.group(layer).num_query_heads() as usize * self.layout.block_of(layer).v_head_dim() as usize
     }
 
-    /// Query heads that read one kv head.
-    pub fn heads_per_kv_head(&self) -> u32 {
-        self.num_query_heads() / self.layout.block().num_kv_heads()
+    /// Elements of a partial result of a layer: `[num_query_heads, v_head_dim + 2]`, per head the unnormalised sum of values,
+    /// then the maximum logit in base 2, then the sum of weights.
+    ///
+    /// # Panics
+    /// As [`group`](Self::group).
+    pub fn partial_len(&self, layer: u32) -> usize {
+        self.output_len(layer) + 2 * self.group(layer).num_query_heads() as usize
     }
 
-    /// Elements of an output row: `[num_query_heads, v_head_dim]`.
-    pub fn output_len(&self) -> usize {
-        self.num_query_heads() as usize * self.layout.block().v_head_dim() as usize
-    }
-
-    /// Elements of a partial result: `[num_query_heads, v_head_dim + 2]`, per head the unnormalised sum of values, then
-    /// the maximum logit in base 2, then the sum of weights.
-    pub fn partial_len(&self) -> usize {
-        self.num_query_heads() as usize * (self.layout.block().v_head_dim() as usize + 2)
-    }
-
-    /// A split that suits `num_threads` threads: tiles of whole rows, spans only where there are fewer rows than
-    /// threads.
-    pub fn split_config(&self, num_threads: u32) -> SplitConfig {
+    /// A split of the work of a layer's group that suits `num_threads` threads: tiles of whole rows, spans only where there
+    /// are fewer rows than threads.
+    ///
+    /// # Panics
+    /// As [`group`](Self::group).
+    pub fn split_config(&self, layer: u32, num_threads: u32) -> SplitConfig {
+        let group = self.group(layer);
         SplitConfig {
             workgroups_per_item: 1,
             // A part of the work owns whole rows: a chunk that is cut into spans is one thread's all the same.
             workgroups_per_tile: num_threads.max(1),
-            heads_per_kv_head: self.heads_per_kv_head(),
-            prefill_queries: self.heads_per_kv_head().saturating_mul(16),
-            span_quantum: self.layout.block().block_size().max(32),
+            heads_per_kv_head: group.heads_per_kv_head(),
+            prefill_queries: group.heads_per_kv_head().saturating_mul(16),
+            span_quantum: self.layout.block_of(layer).block_size().max(32),
             target_workgroups: num_threads,
-            reach: self.group.reach(),
             max_partials: num_threads.saturating_mul(2),
             fixed_span_tokens: None,
             batch_invariant: false,
             dispatch_work_budget: u64::MAX,
+            reach: group.reach(),
         }
     }
 
@@ -122,31 +127,41 @@ impl CpuCache {
             self.fingerprint,
             "the plan is of a cache with another layout or size"
         );
-        for change in plan.table_changes() {
-            let entries = &plan.changed_entries()[change.start as usize..][..change.len as usize];
-            let start = change.first_entry as usize;
-            self.table_mut(change.table_row)[start..][..entries.len()].copy_from_slice(entries);
+        for (stack, changes) in plan.stacks().iter().enumerate() {
+            for change in changes.table_changes() {
+                let entries = &changes.changed_entries()[change.start as usize..][..change.len as usize];
+                let start = change.first_entry as usize;
+                self.table_mut(stack, change.table_row)[start..][..entries.len()].copy_from_slice(entries);
+            }
         }
     }
 
-    /// The block table in row `table_row`, `[table_entries]`, entries beyond its sequence's blocks included.
+    /// A layer's block table in row `table_row`, entries beyond its sequence's blocks included.
     ///
     /// # Panics
-    /// When there is no such row.
-    pub fn table(&self, table_row: u32) -> &[u32] {
-        let entries = self.table_entries as usize;
-        &self.tables[table_row as usize * entries..][..entries]
+    /// When there is no such layer or row.
+    pub fn table(&self, layer: u32, table_row: u32) -> &[u32] {
+        let stack = self.layout.place_of(layer).stack as usize;
+        let entries = self.table_entries[stack] as usize;
+        &self.tables[stack][table_row as usize * entries..][..entries]
     }
 
-    fn table_mut(&mut self, table_row: u32) -> &mut [u32] {
-        let entries = self.table_entries as usize;
-        &mut self.tables[table_row as usize * entries..][..entries]
+    fn table_mut(&mut self, stack: usize, table_row: u32) -> &mut [u32] {
+        let entries = self.table_entries[stack] as usize;
+        &mut self.tables[stack][table_row as usize * entries..][..entries]
     }
 
-    /// All block tables, `[max_sequences, table_entries]`.
-    pub fn tables(&self) -> &[u32] {
-        debug_assert_eq!(self.tables.len(), self.max_sequences as usize * self.table_entries as usize);
-        &self.tables
+    /// All block tables of a layer, `[max_sequences][entries]`.
+    ///
+    /// # Panics
+    /// When there is no such layer.
+    pub fn tables(&self, layer: u32) -> &[u32] {
+        let stack = self.layout.place_of(layer).stack as usize;
+        debug_assert_eq!(
+            self.tables[stack].len(),
+            self.max_sequences as usize * self.table_entries[stack] as usize
+        );
+        &self.tables[stack]
     }
 
     /// The arena's words, which lie as [`layout`](Self::layout) says.
@@ -181,7 +196,7 @@ impl CpuCache {
     /// # Panics
     /// For a layer, block, head or slot that there is not.
     pub fn key_row(&self, layer: u32, block: u32, kv_head: u32, slot_in_block: u32) -> Vec<f32> {
-        let mut row = vec![0.0; self.layout.block().k_head_dim() as usize];
+        let mut row = vec![0.0; self.layout.block_of(layer).k_head_dim() as usize];
         self.read_rows(layer, KvPart::K, block, kv_head, slot_in_block, &mut row);
         row
     }
@@ -191,7 +206,7 @@ impl CpuCache {
     /// # Panics
     /// For a layer, block, head or slot that there is not.
     pub fn value_row(&self, layer: u32, block: u32, kv_head: u32, slot_in_block: u32) -> Vec<f32> {
-        let mut row = vec![0.0; self.layout.block().v_head_dim() as usize];
+        let mut row = vec![0.0; self.layout.block_of(layer).v_head_dim() as usize];
         self.read_rows(layer, KvPart::V, block, kv_head, slot_in_block, &mut row);
         row
     }
@@ -203,15 +218,16 @@ impl CpuCache {
     /// For a layer or table row that there is not, for more tokens than a table has slots, and for an entry that names no
     /// block of the pool.
     pub fn gather(&self, layer: u32, table_row: u32, num_tokens: u32) -> (Vec<f32>, Vec<f32>) {
-        let block_size = self.layout.block().block_size();
-        let slots = u64::from(self.table_entries) * u64::from(block_size);
+        let block = *self.layout.block_of(layer);
+        let (block_size, table) = (block.block_size(), self.table(layer, table_row));
+        let slots = table.len() as u64 * u64::from(block_size);
         assert!(u64::from(num_tokens) <= slots, "{num_tokens} tokens of a table of {slots} slots");
         let (mut keys, mut values) = (Vec::new(), Vec::new());
         for token in 0..num_tokens {
-            let block = self.table(table_row)[(token / block_size) as usize];
-            for kv_head in 0..self.layout.block().num_kv_heads() {
-                keys.extend(self.key_row(layer, block, kv_head, token % block_size));
-                values.extend(self.value_row(layer, block, kv_head, token % block_size));
+            let block_index = table[(token / block_size) as usize];
+            for kv_head in 0..block.num_kv_heads() {
+                keys.extend(self.key_row(layer, block_index, kv_head, token % block_size));
+                values.extend(self.value_row(layer, block_index, kv_head, token % block_size));
             }
         }
         (keys, values)
@@ -231,12 +247,12 @@ impl CpuCache {
         row: &[f32],
     ) {
         let head_dim = match part {
-            KvPart::K => self.layout.block().k_head_dim(),
-            KvPart::V => self.layout.block().v_head_dim(),
+            KvPart::K => self.layout.block_of(layer).k_head_dim(),
+            KvPart::V => self.layout.block_of(layer).v_head_dim(),
         };
         assert_eq!(row.len(), head_dim as usize, "elements of the row, and of a head");
         let start = self.layout.row_word(layer, part, block, kv_head, slot_in_block) as usize;
-        let kv_type = self.part_type(part);
+        let kv_type = self.part_type(layer, part);
         let words = &mut self.words[start..][..row.len() * kv_type.bits() as usize / 32];
         match kv_type {
             KvType::F32 => words.iter_mut().zip(row).for_each(|(word, x)| *word = x.to_bits()),
@@ -258,7 +274,7 @@ impl CpuCache {
         rows: &mut [f32],
     ) {
         let start = self.layout.row_word(layer, part, block, kv_head, slot_in_block) as usize;
-        let kv_type = self.part_type(part);
+        let kv_type = self.part_type(layer, part);
         let words = &self.words[start..][..rows.len() * kv_type.bits() as usize / 32];
         match kv_type {
             KvType::F32 => rows.iter_mut().zip(words).for_each(|(x, word)| *x = f32::from_bits(*word)),
@@ -269,10 +285,10 @@ impl CpuCache {
         }
     }
 
-    fn part_type(&self, part: KvPart) -> KvType {
+    fn part_type(&self, layer: u32, part: KvPart) -> KvType {
         match part {
-            KvPart::K => self.layout.block().k_type(),
-            KvPart::V => self.layout.block().v_type(),
+            KvPart::K => self.layout.block_of(layer).k_type(),
+            KvPart::V => self.layout.block_of(layer).v_type(),
         }
     }
 }

@@ -38,7 +38,7 @@
 //! reference::swap_out(&mut cpu, plan.swap_outs());
 //! reference::swap_in(&mut cpu, plan.swap_ins());
 //! reference::block_copy(&mut cpu, plan.block_copies());
-//! split.split(&plan, &cpu.split_config(1));
+//! split.split(&plan, &cpu.split_config(0, 1));
 //! // Once per layer.
 //! let (query, key, value) = ([0.0; 3 * 16], [1.0; 3 * 8], [0.5; 3 * 8]);
 //! reference::append(&mut cpu, 0, plan.slot_mapping(), Rows::new(&key, 8), Rows::new(&value, 8));

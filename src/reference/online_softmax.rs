@@ -77,11 +77,11 @@ impl State {
 }
 
 impl OnlineSoftmax {
-    pub(super) fn new(cache: &CpuCache) -> Self {
-        let block = &cache.layout().block();
+    pub(super) fn new(cache: &CpuCache, layer: u32) -> Self {
+        let block = cache.layout().block_of(layer);
         let (k_len, v_len) = (block.k_head_dim() as usize, block.v_head_dim() as usize);
         Self {
-            reach: cache.group().reach(),
+            reach: cache.group(layer).reach(),
             k_len,
             v_len,
             queries: Vec::new(),
@@ -147,7 +147,7 @@ impl OnlineSoftmax {
 
     /// Decodes some keys of the tile that starts at `tile_start`.
     fn read_tile(&mut self, span: &KeySpan<'_>, tile_start: u32, tokens: Range<u32>) {
-        let block_size = span.cache.layout().block().block_size();
+        let block_size = span.cache.layout().block_of(span.layer).block_size();
         let mut token = tokens.start;
         while token < tokens.end {
             let block = span.table[(token / block_size) as usize];

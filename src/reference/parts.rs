@@ -86,7 +86,7 @@ pub fn prefill_parts<'a>(
     mut partials: RowsMut<'a>,
     num_parts: usize,
 ) -> Vec<PrefillPart<'a>> {
-    let heads = inputs.cache.heads_per_kv_head();
+    let heads = inputs.cache.group(inputs.layer).heads_per_kv_head();
     let work = |item: &PrefillItem| {
         u64::from(item.end_query - item.first_query) * (u64::from(item.end_token - item.first_token) + 1)
     };

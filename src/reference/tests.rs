@@ -54,8 +54,8 @@ fn table_changes_set_the_entries_that_they_name_and_no_others() {
     let mut second = plan(&cache, 1, 17, &[6, 4]);
     second.stacks[0].table_changes[0].first_entry = 3;
     cache.apply_table_changes(&second);
-    assert_eq!(cache.table(0)[..6], [5, 2, 7, 6, 4, 0]);
-    assert!(cache.tables()[cache.table(0).len()..].iter().all(|&entry| entry == 0));
+    assert_eq!(cache.table(0, 0)[..6], [5, 2, 7, 6, 4, 0]);
+    assert!(cache.tables(0)[cache.table(0, 0).len()..].iter().all(|&entry| entry == 0));
 }
 
 #[test]
@@ -231,7 +231,7 @@ fn share_out(fixed_span_tokens: Option<u32>) {
         target_workgroups: 64,
         workgroups_per_tile: 1,
         max_partials: 256,
-        ..cache.split_config(8)
+        ..cache.split_config(0, 8)
     };
     let mut split = WorkSplit::default();
     split.split(&plan, &config);
@@ -242,9 +242,9 @@ fn share_out(fixed_span_tokens: Option<u32>) {
 
     for num_parts in 1..12 {
         let mut output = vec![f32::NAN; 16 * 48];
-        let mut partials = vec![f32::NAN; split.num_partials as usize * cache.partial_len()];
+        let mut partials = vec![f32::NAN; split.num_partials as usize * cache.partial_len(0)];
         let rows = RowsMut::new(&mut output, 48);
-        let partial_rows = RowsMut::new(&mut partials, cache.partial_len());
+        let partial_rows = RowsMut::new(&mut partials, cache.partial_len(0));
         let mut parts = decode_parts(&inputs, &split.decode_items, rows, partial_rows, num_parts);
         assert!(parts.len() <= num_parts);
         assert_eq!(parts.iter().map(|part| part.items.len()).sum::<usize>(), split.decode_items.len());
@@ -252,14 +252,14 @@ fn share_out(fixed_span_tokens: Option<u32>) {
             attention_decode(&inputs, part.items, &mut part.output, &mut part.partials);
         }
         let rows = RowsMut::new(&mut output, 48);
-        let partial_rows = RowsMut::new(&mut partials, cache.partial_len());
+        let partial_rows = RowsMut::new(&mut partials, cache.partial_len(0));
         let mut parts = prefill_parts(&inputs, &split.prefill_items, rows, partial_rows, num_parts);
         assert!(parts.len() <= num_parts);
         assert_eq!(parts.iter().map(|part| part.items.len()).sum::<usize>(), split.prefill_items.len());
         for part in &mut parts {
             attention_prefill(&inputs, part.items, &mut part.output, &mut part.partials);
         }
-        let partial_rows = Rows::new(&partials, cache.partial_len());
+        let partial_rows = Rows::new(&partials, cache.partial_len(0));
         attention_merge(&inputs, &split.merge_items, partial_rows, &mut RowsMut::new(&mut output, 48));
         assert_eq!(output, expected, "{num_parts} parts");
     }

@@ -2,6 +2,7 @@
 //! against the dense f64 attention, whatever a step is cut into, with poison in every slot that no row may see.
 
 use crate::golden_options::golden_cases;
+use crate::models_of_groups::models_of_groups;
 use crate::rig::{Poison, Rig, Tensors, one_span, spans};
 use paged_kv::reference::compare;
 use paged_kv::{CacheConfig, KvType, LogitRule, ModelShape, Reach, SplitConfig, WorkSplit};
@@ -21,17 +22,19 @@ const REACHES: [Reach; 8] = [
 ];
 
 /// Ways to cut a step: rows in one span, in spans, tiles in spans, and batch-invariant.
-fn splits(rig: &Rig) -> [SplitConfig; 4] {
+fn splits(rig: &Rig, layer: u32) -> [SplitConfig; 4] {
+    let plain = rig.cpu.split_config(layer, 1);
     let many = SplitConfig {
         prefill_queries: 5,
         span_quantum: 4,
         target_workgroups: 512,
         workgroups_per_tile: 1,
         max_partials: 4096,
-        ..rig.cpu.split_config(1)
+        ..plain
     };
-    let invariant = SplitConfig { batch_invariant: true, ..spans(rig, 8) };
-    [one_span(rig), spans(rig, 32), many, SplitConfig { prefill_queries: 7, ..invariant }]
+    let spans = |tokens| SplitConfig { fixed_span_tokens: Some(tokens), max_partials: 4096, ..plain };
+    let invariant = SplitConfig { batch_invariant: true, prefill_queries: 7, ..spans(8) };
+    [spans(1 << 20), spans(32), many, invariant]
 }
 
 fn rig(shape: ModelShape, block_size: u32, num_blocks: u32) -> Rig {
@@ -76,7 +79,7 @@ fn the_outputs_are_another_engines() {
                     };
                     let plan = rig.plan(&[(table, rows)]);
                     rig.write(&plan, &tensors);
-                    output.extend(rig.attend(&plan, &tensors, &splits(&rig)[cut]));
+                    output.extend(rig.attend(&plan, &tensors, &splits(&rig, 0)[cut]));
                     rig.commit(plan);
                     rig.poison_unseen(&[table], Poison::Nan);
                     start += rows;
@@ -101,7 +104,7 @@ fn check_history(shape: &ModelShape, block_size: u32, cut: usize) {
         let plan = rig.plan(&pushes);
         let tensors = rig.tensors(&plan);
         rig.write(&plan, &tensors);
-        let output = rig.attend(&plan, &tensors, &splits(&rig)[cut]);
+        let output = rig.attend(&plan, &tensors, &splits(&rig, 0)[cut]);
         rig.assert_dense(&plan, &tensors, &output, TOLERANCE);
         rig.commit(plan);
         rig.poison_unseen(&tables, Poison::ALL[cut]);
@@ -155,7 +158,7 @@ fn a_row_has_the_same_bits_whatever_it_is_computed_with_if_the_split_is_batch_in
                     tensor[..rows.len()].copy_from_slice(&all[rows]);
                 }
                 rig.write(&plan, &tensors);
-                let split = splits(&rig)[3];
+                let split = splits(&rig, 0)[3];
                 output.extend_from_slice(&rig.attend(&plan, &tensors, &split)[..rows as usize * 96]);
                 start += rows as usize;
                 rig.commit(plan);
@@ -183,7 +186,7 @@ fn a_window_is_walked_and_nothing_before_it() {
     let (one, many) = (rig.open(), rig.open());
     rig.fill(&[(one, 9999), (many, 5000)]);
     let plan = rig.plan(&[(one, 1), (many, 100)]);
-    for config in [SplitConfig { span_quantum: 16, ..one_span(&rig) }, spans(&rig, 32), splits(&rig)[3]] {
+    for config in [SplitConfig { span_quantum: 16, ..one_span(&rig) }, spans(&rig, 32), splits(&rig, 0)[3]] {
         let mut split = WorkSplit::default();
         split.split(&plan, &config);
         for item in &split.decode_items {
@@ -195,6 +198,30 @@ fn a_window_is_walked_and_nothing_before_it() {
             assert!(item.first_token + 64 + config.span_quantum > first_row, "{item:?}");
             let most = 64 + config.span_quantum + item.end_query - item.first_query;
             assert!(item.end_token - item.first_token <= most, "{item:?}");
+        }
+    }
+}
+
+#[test]
+fn every_layer_of_every_group_agrees_with_dense_attention() {
+    for shape in models_of_groups() {
+        for (block_size, cut) in [(4, 0), (8, 1), (4, 2), (4, 3)] {
+            let mut rig = rig(shape.clone(), block_size, 1200 / block_size);
+            rig.shuffle_free_blocks();
+            let tables = [rig.open(), rig.open(), rig.open()];
+            for rows in [[30, 1, 9], [1, 1, 40], [17, 64, 1], [1, 1, 1], [2, 30, 3], [1, 1, 1]] {
+                let pushes: Vec<_> = tables.into_iter().zip(rows).collect();
+                let plan = rig.plan(&pushes);
+                rig.begin(&plan);
+                for layer in 0..shape.num_layers() {
+                    let tensors = rig.layer_tensors(&plan, layer);
+                    rig.append(&plan, &tensors, layer);
+                    let output = rig.attend_layer(&plan, &tensors, layer, &splits(&rig, layer)[cut]);
+                    rig.assert_layer_dense(&plan, &tensors, layer, &output, TOLERANCE);
+                }
+                rig.commit(plan);
+                rig.poison_unseen(&tables, Poison::ALL[cut]);
+            }
         }
     }
 }

@@ -26,6 +26,8 @@ mod long_lines;
 mod manifests;
 #[path = "support/model.rs"]
 mod model;
+#[path = "support/models_of_groups.rs"]
+mod models_of_groups;
 #[path = "support/naive_blocks.rs"]
 mod naive_blocks;
 mod plan_text;

@@ -4,7 +4,7 @@
 //! 6e-8, and errors of random sign grow with the root of their number: the worst case here is 3e-6, and a kernel that
 //! misses or repeats a key is off by the key's share.
 
-use crate::rig::{Rig, Tensors, one_span, spans};
+use crate::rig::{Lens, Rig, Tensors, one_span, spans};
 use paged_kv::reference::{AttentionInputs, Rows, RowsMut, attention};
 use paged_kv::{KvFormat, KvType, SplitConfig, StepPlan, TableId, WorkSplit};
 
@@ -13,13 +13,24 @@ const TOLERANCE: f64 = 1e-5;
 impl Rig {
     /// The twin's attention for every row of a plan.
     pub(crate) fn attend(&self, plan: &StepPlan, tensors: &Tensors, split: &SplitConfig) -> Vec<f32> {
-        let heads = self.shape.num_query_heads() as usize;
+        self.attend_layer(plan, tensors, 0, split)
+    }
+
+    /// The twin's attention of a layer for every row of a plan.
+    pub(crate) fn attend_layer(
+        &self,
+        plan: &StepPlan,
+        tensors: &Tensors,
+        layer: u32,
+        split: &SplitConfig,
+    ) -> Vec<f32> {
+        let Lens { heads, k_len, v_len, .. } = self.lens(layer);
         let mut work = WorkSplit::default();
         work.split(plan, split);
-        let inputs = AttentionInputs::new(&self.cpu, plan, 0, Rows::new(&tensors.query, heads * self.k_len));
+        let inputs = AttentionInputs::new(&self.cpu, plan, layer, Rows::new(&tensors.query, heads * k_len));
         // A row that is not written stays NaN.
-        let mut output = vec![f32::NAN; plan.num_rows() as usize * heads * self.v_len];
-        attention(&inputs, &work, &mut RowsMut::new(&mut output, heads * self.v_len), &mut Vec::new());
+        let mut output = vec![f32::NAN; plan.num_rows() as usize * heads * v_len];
+        attention(&inputs, &work, &mut RowsMut::new(&mut output, heads * v_len), &mut Vec::new());
         output
     }
 }
@@ -127,7 +138,7 @@ fn chunks_cut_into_spans_agree_with_dense_attention() {
             target_workgroups: 512,
             workgroups_per_tile: 1,
             max_partials: 4096,
-            ..rig.cpu.split_config(1)
+            ..rig.cpu.split_config(0, 1)
         };
         let mut split = WorkSplit::default();
         split.split(&plan, &config);

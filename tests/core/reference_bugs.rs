@@ -18,8 +18,8 @@ impl Engine for Twins {
         let query = Rows::new(&tensors.query, rig.shape.num_query_heads() as usize * rig.k_len);
         let inputs = AttentionInputs::new(&rig.cpu, plan, 0, query);
         let item = DecodeItem { sequence: 0, first_token: 0, end_token: plan.context_lens()[0], partial: 0 };
-        let mut partial = vec![0.0; rig.cpu.partial_len()];
-        let mut partials = RowsMut::new(&mut partial, rig.cpu.partial_len());
+        let mut partial = vec![0.0; rig.cpu.partial_len(0)];
+        let mut partials = RowsMut::new(&mut partial, rig.cpu.partial_len(0));
         attention_decode(&inputs, &[item], &mut RowsMut::new(&mut [], 1), &mut partials);
         log_sum_exp(partial[rig.v_len], partial[rig.v_len + 1])
     }

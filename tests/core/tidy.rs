@@ -393,7 +393,7 @@ const TOLD: [(&str, &[&str]); 11] = [
         "docs/devices.md",
         &[
             "| heads above 256 elements |",
-            "| layers that differ, in heads or reach |",
+            "| layers that read an earlier layer's cache |",
             "| bf16 and quantised keys and values |",
             "| tree drafts |",
             "| sessions on disk |",

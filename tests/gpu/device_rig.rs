@@ -11,7 +11,7 @@ use wgpu::BufferUsages;
 
 use crate::device::{TestAdapter, TestDevice, on_each_adapter};
 use crate::raw::{read, read_range};
-use crate::rig::{Rig, Tensors};
+use crate::rig::{Lens, Rig, Tensors};
 
 /// Runs `test` on every adapter that is not reached through GL, and says which test was left out there.
 ///
@@ -107,14 +107,21 @@ impl<'a> DeviceRig<'a> {
     /// Records and submits a step, one set of tensors per layer, and waits for it: the output of each layer,
     /// `[rows, num_query_heads, v_head_dim]`, NaN where nothing was written. The twin stays as it is.
     pub(crate) fn run(&mut self, plan: &StepPlan, layers: &[Tensors]) -> Vec<Vec<f32>> {
-        let tensors: Vec<_> = layers.iter().map(|tensors| self.bind(plan, tensors)).collect();
+        let tensors: Vec<_> =
+            (0..).zip(layers).map(|(layer, tensors)| self.bind_layer(plan, tensors, layer)).collect();
         self.submit_layers(plan, &tensors, PagedAttention::record_layer);
-        tensors.iter().map(|(_, output)| self.output(output)).collect()
+        (0..).zip(&tensors).map(|(layer, (_, output))| self.layer_output(output, layer)).collect()
     }
 
-    /// The rows of an output's buffer.
+    /// The rows of the first layer's output.
     pub(crate) fn output(&self, buffer: &wgpu::Buffer) -> Vec<f32> {
-        let output_len = self.host.shape.num_query_heads() as usize * self.host.v_len;
+        self.layer_output(buffer, 0)
+    }
+
+    /// The rows of a layer's output.
+    fn layer_output(&self, buffer: &wgpu::Buffer, layer: u32) -> Vec<f32> {
+        let Lens { heads, v_len, .. } = self.host.lens(layer);
+        let output_len = heads * v_len;
         let padded = self.elements(buffer);
         let offset = OFFSET / self.activations.bytes() as usize;
         let rows = padded[offset..].chunks(output_len + ROW_GAP);
@@ -171,11 +178,18 @@ impl<'a> DeviceRig<'a> {
         self.gpu.queue.submit([encoder.finish()]);
     }
 
-    /// Buffers for a layer's tensors, and the output's.
+    /// Buffers for the first layer's tensors, and the output's.
     pub(crate) fn bind(&mut self, plan: &StepPlan, tensors: &Tensors) -> (BoundTensors, wgpu::Buffer) {
-        let shape = &self.host.shape;
-        let (heads, kv_heads) = (shape.num_query_heads() as usize, shape.num_kv_heads() as usize);
-        let (k_len, v_len) = (self.host.k_len, self.host.v_len);
+        self.bind_layer(plan, tensors, 0)
+    }
+
+    fn bind_layer(
+        &mut self,
+        plan: &StepPlan,
+        tensors: &Tensors,
+        number: u32,
+    ) -> (BoundTensors, wgpu::Buffer) {
+        let Lens { heads, kv_heads, k_len, v_len } = self.host.lens(number);
         let nothing = vec![f32::NAN; plan.num_rows() as usize * heads * v_len];
         let [query, key, value, output] = [
             (&tensors.query, heads * k_len),
@@ -193,7 +207,8 @@ impl<'a> DeviceRig<'a> {
             value: slice(&value, plan.num_rows()),
             output: slice(&output, plan.num_rows()),
         };
-        (self.attention.bind_tensors(&layer).expect("tensors of the right size"), output.0)
+        let bound = self.attention.bind_layer_tensors(number, &layer);
+        (bound.expect("tensors of the right size"), output.0)
     }
 
     /// A buffer with rows at a distance, NaN between them.

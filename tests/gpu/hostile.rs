@@ -384,7 +384,12 @@ fn bind(world: &mut World) {
     let [query, key, value, output] = slices.each_ref().map(|(buffer, offset, row_stride, rows)| {
         TensorSlice { buffer, offset: *offset, row_stride: *row_stride, rows: *rows }
     });
-    let bound = world.object().attention.bind_tensors(&LayerTensors { query, key, value, output });
+    let tensors = LayerTensors { query, key, value, output };
+    let layer = if world.chance(50) { Some(world.number()) } else { None };
+    let bound = match layer {
+        Some(layer) => world.object().attention.bind_layer_tensors(layer, &tensors),
+        None => world.object().attention.bind_tensors(&tensors),
+    };
     if let Some(tensors) = world.judge(bound) {
         assert!(tensors.rows() > 0);
         world.tensors.push(tensors);
@@ -609,8 +614,8 @@ const CALLS: &[(&[&str], Call)] = &[
     (&["record_initialization", "record_transfers", "record_block_copies"], record),
     (&["record_layer", "record_append"], record),
     (&["poll_transfers"], poll),
-    (&["bind_tensors"], bind),
-    (&["bind_tensors"], bind),
+    (&["bind_tensors", "bind_layer_tensors"], bind),
+    (&["bind_tensors", "bind_layer_tensors"], bind),
     (&["arena_buffers", "arena_layout", "split_config", "variants", "stats"], look),
     (&["rows", "metadata", "token_ids_start", "positions_start", "skip_layers"], look),
     (&["new", "with_options", "activations", "bytes", "checked_shaders", "compact_shaders"], new),

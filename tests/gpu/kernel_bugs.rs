@@ -19,7 +19,7 @@ impl Engine for RawKernels<'_> {
         let raw = self.of(rig);
         let step = RawStep::of(plan, &work);
         let heads = rig.shape.num_query_heads() as usize;
-        let mut buffers = raw.buffers(rig.cpu.words(), rig.cpu.tables());
+        let mut buffers = raw.buffers(rig.cpu.words(), rig.cpu.tables(0));
         buffers.query = raw.buffer(&tensors.query);
         buffers.output = raw.buffer(&vec![f32::NAN; plan.num_rows() as usize * heads * rig.v_len]);
         buffers.partials = raw.buffer(&vec![f32::NAN; work.num_partials as usize * heads * (rig.v_len + 4)]);
@@ -40,7 +40,7 @@ impl Engine for RawKernels<'_> {
         let item = DecodeItem { sequence: 0, first_token: 0, end_token: plan.context_lens()[0], partial: 0 };
         let step = RawStep { decode_items: vec![item], ..RawStep::of(plan, &WorkSplit::default()) };
         let heads = rig.shape.num_query_heads() as usize;
-        let mut buffers = raw.buffers(rig.cpu.words(), rig.cpu.tables());
+        let mut buffers = raw.buffers(rig.cpu.words(), rig.cpu.tables(0));
         buffers.query = raw.buffer(&tensors.query);
         buffers.partials = raw.buffer(&vec![f32::NAN; heads * (rig.v_len + 4)]);
         raw.dispatch(Kernel::AttentionDecode, &step, &buffers);
@@ -90,7 +90,7 @@ fn fork_step(kernels: &RawKernels<'_>, order: &[Kernel]) -> (Rig, StepPlan, Tens
     work.split(&plan, &one_span(&rig));
     let raw = kernels.of(&rig);
     let step = RawStep::of(&plan, &work);
-    let mut buffers = raw.buffers(before.words(), rig.cpu.tables());
+    let mut buffers = raw.buffers(before.words(), rig.cpu.tables(0));
     buffers.query = raw.buffer(&tensors.query);
     (buffers.key, buffers.value) = (raw.buffer(&tensors.key), raw.buffer(&tensors.value));
     buffers.output = raw.buffer(&[f32::NAN; 32]);

@@ -7,6 +7,7 @@ use crate::device::{TestAdapter, TestDevice, on_each_adapter};
 use crate::device_rig::{DeviceRig, on_each_adapter_but_gl, open};
 use crate::golden_options::{GoldenCase, golden_cases};
 use crate::kernels::TOLERANCE;
+use crate::models_of_groups::models_of_groups;
 use crate::rig::{Poison, Rig, Tensors};
 use paged_kv::reference::compare;
 use paged_kv::{
@@ -30,6 +31,8 @@ fn rig(shape: ModelShape, format: impl Into<KvFormat>, block_size: u32, num_bloc
     let config = CacheConfig::for_blocks(num_blocks, &shape, format)
         .and_then(|config| config.with_block_size(block_size))
         .and_then(|config| config.with_max_sequences(num_blocks + 8))
+        // Small tables, that arenas may be small, too.
+        .and_then(|config| config.with_max_sequence_tokens(600))
         .expect("a valid configuration");
     Rig::of(shape, config)
 }
@@ -221,5 +224,48 @@ fn a_cache_of_another_reach_is_refused() {
         let refused = PagedAttention::new(&gpu.device, shape, cache).err();
         let field = "kind of reach";
         assert_eq!(refused, Some(DeviceError::ShapeMismatch { field, shape: 1, cache: 0 }));
+    });
+}
+
+/// Every layer of models with several groups, in one arena and in several, with NaN in what no layer may see.
+#[test]
+fn every_layer_of_every_group_agrees_with_dense_attention() {
+    on_each_adapter_but_gl(|adapter| {
+        let mut num_cut = 0;
+        for (index, shape) in models_of_groups().into_iter().enumerate() {
+            let block_size = [4, 8, 16, 8][index];
+            let host = rig(shape.clone(), KvType::F32, block_size, 1600 / block_size);
+            // Where a block has several layers, they are cut into arenas.
+            let limit = host.cpu.layout().arena_bytes(0) * 2 / 3;
+            let mut limits = wgpu::Limits::default();
+            if host.kv.config().arenas(limit).is_ok() {
+                limits.max_storage_buffer_binding_size = limit;
+                num_cut += 1;
+            }
+            let gpu = adapter.request_device(limits, adapter.features() & wgpu::Features::SUBGROUP);
+            let gpu = gpu.expect("less than the default limits");
+            let mut device = DeviceRig::new(&gpu, host, options(index));
+            device.host.shuffle_free_blocks();
+            let tables = [device.host.open(), device.host.open(), device.host.open()];
+            for rows in [[30, 1, 9], [1, 1, 140], [17, 64, 1], [1, 1, 1], [2, 30, 3], [1, 1, 1]] {
+                let pushes: Vec<_> = tables.into_iter().zip(rows).collect();
+                let plan = device.host.plan(&pushes);
+                let tensors: Vec<Tensors> =
+                    (0..shape.num_layers()).map(|layer| device.host.layer_tensors(&plan, layer)).collect();
+                let outputs = device.run(&plan, &tensors);
+                device.host.begin(&plan);
+                for (layer, tensors) in (0..).zip(&tensors) {
+                    device.host.append(&plan, tensors, layer);
+                    let output = &outputs[layer as usize];
+                    device.host.assert_layer_dense(&plan, tensors, layer, output, TOLERANCE);
+                }
+                device.host.commit(plan);
+                if device.attention.arena_layout().num_arenas() == 1 {
+                    device.host.poison_unseen(&tables, Poison::Nan);
+                    device.upload_blocks();
+                }
+            }
+        }
+        assert_eq!(num_cut, 1);
     });
 }

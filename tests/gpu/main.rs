@@ -19,6 +19,8 @@ mod kernels;
 mod leaving;
 mod logit_options;
 mod long_contexts;
+#[path = "../core/support/models_of_groups.rs"]
+mod models_of_groups;
 mod never_ran;
 mod other_devices;
 mod outside_readers;

@@ -231,7 +231,7 @@ impl CpuAttention {
         let split_config = SplitConfig {
             fixed_span_tokens: Some(span_tokens(model.config())),
             max_partials: u32::MAX,
-            ..cache.split_config(num_threads as u32)
+            ..cache.split_config(0, num_threads as u32)
         };
         Ok(Self {
             cache,
@@ -311,7 +311,7 @@ impl CpuAttention {
         reference::append(&mut self.cache, layer, plan.slot_mapping(), key, value);
 
         let inputs = AttentionInputs::new(&self.cache, plan, layer, Rows::new(&tensors.query, query_len));
-        let partial_len = self.cache.partial_len();
+        let partial_len = self.cache.partial_len(0);
         self.partials.resize(self.split.num_partials as usize * partial_len, 0.0);
         let mut attended = vec![0.0; plan.num_rows() as usize * query_len];
         let mut output = RowsMut::new(&mut attended, query_len);

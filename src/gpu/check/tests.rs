@@ -139,7 +139,8 @@ fn on_a_new_device_plans_must_have_forgotten_the_old_one() {
     let step = plan(&mut cache, &[(table, 6)]);
     assert_eq!(check(&mut first, &step), Ok(()));
     first.accept(&step);
-    first.record_changes(step.table_changes());
+    let changes: Vec<_> = step.table_changes().iter().map(|change| (0, *change)).collect();
+    first.record_changes(&changes);
     cache.commit_step(step).expect("the outstanding plan");
     let mut second = succeed(&first);
     let not_forgotten = Err(PrepareError::DeviceNotForgotten { forgotten: 0, needed: 1 });

@@ -105,16 +105,19 @@ fn new(world: &mut World) {
 
 fn look(world: &mut World) {
     let cpu = &mut world.twins.cpu;
-    assert_eq!(cpu.output_len() + 2 * cpu.num_query_heads() as usize, cpu.partial_len());
-    assert_eq!(cpu.heads_per_kv_head() * cpu.layout().block().num_kv_heads(), cpu.num_query_heads());
-    assert!(!cpu.tables().is_empty() && cpu.words().len() == cpu.words_mut().len());
+    assert_eq!(cpu.output_len(0) + 2 * cpu.group(0).num_query_heads() as usize, cpu.partial_len(0));
+    assert_eq!(
+        cpu.group(0).heads_per_kv_head() * cpu.layout().block().num_kv_heads(),
+        cpu.group(0).num_query_heads()
+    );
+    assert!(!cpu.tables(0).is_empty() && cpu.words().len() == cpu.words_mut().len());
     assert!(cpu.host_blocks() < 8);
-    assert_eq!(cpu.group().num_query_heads(), cpu.num_query_heads());
+    assert_eq!(cpu.group(0).num_query_heads(), cpu.group(0).num_query_heads());
 }
 
 fn split_config(world: &mut World) {
     let threads = world.number();
-    assert!(world.twins.cpu.split_config(threads).target_workgroups == threads);
+    assert!(world.twins.cpu.split_config(0, threads).target_workgroups == threads);
 }
 
 fn apply_table_changes(world: &mut World) {
@@ -128,7 +131,7 @@ fn apply_table_changes(world: &mut World) {
 
 fn table(world: &mut World) {
     let row = world.number();
-    world.twins.cpu.table(row);
+    world.twins.cpu.table(0, row);
 }
 
 fn key_row(world: &mut World) {
@@ -281,13 +284,13 @@ fn with_inputs(world: &mut World, run: fn(&mut World, &AttentionInputs<'_>, Rows
     let stride = (shape.num_query_heads() * shape.head_dim()) as usize;
     let layer = world.number();
     let inputs = AttentionInputs::new(&cpu, &plan, layer, Rows::new(&query, stride));
-    let partial_len = cpu.partial_len();
+    let partial_len = cpu.partial_len(0);
     run(world, &inputs, RowsMut::new(&mut output, stride), RowsMut::new(&mut partials, partial_len));
     world.twins.plan = plan;
 }
 
 fn inputs(world: &mut World) {
-    with_inputs(world, |_, inputs, _, _| assert!(inputs.cache.num_query_heads() > 0));
+    with_inputs(world, |_, inputs, _, _| assert!(inputs.cache.group(0).num_query_heads() > 0));
 }
 
 fn attend(world: &mut World) {
@@ -341,9 +344,7 @@ fn prefill_parts(world: &mut World) {
 pub(super) const CALLS: &[(&str, Call)] = &[
     ("CpuCache::new", new),
     ("CpuCache::layout", look),
-    ("CpuCache::num_query_heads", look),
     ("CpuCache::group", look),
-    ("CpuCache::heads_per_kv_head", look),
     ("CpuCache::output_len", look),
     ("CpuCache::partial_len", look),
     ("CpuCache::tables", look),

@@ -198,13 +198,14 @@ fn words(world: &mut World, count: fn(&BlockLayout) -> u64) {
 }
 
 fn arena_layout(world: &mut World) -> ArenaLayout {
-    world.values.arenas
+    world.values.arenas.clone()
 }
 
 fn ask_arenas(world: &mut World) {
     let layout = arena_layout(world);
     assert!(layout.num_blocks() > 0 && layout.layers_per_arena() > 0);
     assert!(layout.layers_per_arena() <= layout.block().num_layers());
+    assert!(layout.num_layers() >= layout.block().num_layers());
 }
 
 fn new_arenas(world: &mut World) {
@@ -403,6 +404,9 @@ pub(super) const CALLS: &[(&str, Call)] = &[
     ("ArenaLayout::block", ask_arenas),
     ("ArenaLayout::num_blocks", ask_arenas),
     ("ArenaLayout::layers_per_arena", ask_arenas),
+    ("ArenaLayout::num_layers", ask_arenas),
+    ("ArenaLayout::block_of", |world| arena(world, |layout, layer| layout.block_of(layer).block_bytes())),
+    ("ArenaLayout::place_of", |world| arena(world, |layout, layer| layout.place_of(layer).position.into())),
     ("ArenaLayout::num_arenas", |world| arena(world, |layout, _| layout.num_arenas().into())),
     ("ArenaLayout::arena_of", |world| arena(world, |layout, layer| layout.arena_of(layer).0.into())),
     ("ArenaLayout::layers_in", |world| arena(world, |layout, arena| layout.layers_in(arena).into())),

@@ -127,7 +127,7 @@ impl Device for TwinDevice {
         }
         // One thread or several: sums are merged from parts, then.
         let threads = 1 + (plan.step().raw() % 4) as u32;
-        self.split.split(plan, &self.cpu.split_config(threads));
+        self.split.split(plan, &self.cpu.split_config(0, threads));
         let mut salt_of_row = Vec::new();
         for (rows, known) in plan.query_starts().windows(2).zip(known) {
             salt_of_row.resize(rows[1] as usize, known.salt);

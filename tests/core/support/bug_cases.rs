@@ -66,7 +66,7 @@ fn attend_once(
     rig.write(&plan, &tensors);
     let block_size = rig.kv.config().block_size();
     for (token, key) in (0..).zip(keys) {
-        let block = rig.cpu.table(table.row())[(token / block_size) as usize];
+        let block = rig.cpu.table(0, table.row())[(token / block_size) as usize];
         let value = value(token as usize);
         for head in 0..rig.shape.num_kv_heads() {
             rig.cpu.write_row(0, KvPart::K, block, head, token % block_size, &vec![*key; rig.k_len]);
@@ -210,7 +210,7 @@ pub(crate) fn b17_odd_head_sizes_do_not_bleed_into_the_next_head(engine: &impl E
             rig.write(&plan, &tensors);
             let lanes: Vec<f32> = (0..head_dim).map(|lane| lane as f32).collect();
             for token in 0..9 {
-                let block = rig.cpu.table(table.row())[token as usize / 4];
+                let block = rig.cpu.table(0, table.row())[token as usize / 4];
                 rig.cpu.write_row(0, KvPart::V, block, 0, token % 4, &lanes);
                 rig.cpu.write_row(0, KvPart::V, block, 1, token % 4, &vec![1e4; head_dim as usize]);
             }
@@ -242,7 +242,7 @@ pub(crate) fn b29_a_sequence_with_nan_changes_no_bit_of_its_neighbour(engine: &i
         let tensors = rig.tensors(&plan);
         rig.write(&plan, &tensors);
         if poisoned {
-            let block = rig.cpu.table(a.row())[0];
+            let block = rig.cpu.table(0, a.row())[0];
             rig.cpu.write_row(0, KvPart::K, block, 0, 2, &[f32::NAN; 8]);
         }
         let output = engine.attend(&rig, &plan, &tensors, &one_span(&rig));

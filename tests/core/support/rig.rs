@@ -66,6 +66,15 @@ pub(crate) struct Tensors {
     pub(crate) value: Vec<f32>,
 }
 
+/// Heads of a layer, and elements of each.
+#[derive(Clone, Copy)]
+pub(crate) struct Lens {
+    pub(crate) heads: usize,
+    pub(crate) kv_heads: usize,
+    pub(crate) k_len: usize,
+    pub(crate) v_len: usize,
+}
+
 /// One layer's cache on the host, with the block tables that the device would have.
 pub(crate) struct Rig {
     pub(crate) shape: ModelShape,
@@ -105,9 +114,11 @@ impl Rig {
 
     /// Makes the pool hand out exactly these blocks next, in this order; every other block comes after them.
     pub(crate) fn order_free_blocks(&mut self, order: &[u32]) {
+        // A block for each stack of layers.
+        let stacks: u32 = self.kv.config().groups().iter().map(|group| group.num_stacks()).sum();
         let mut step = StepBuilder::new(&mut self.kv);
         let mut tables = Vec::new();
-        while step.cache().free_blocks() > 0 {
+        while step.cache().free_blocks() >= stacks {
             let table = step.cache_mut().create(1).expect("a free table");
             step.push(table, &[0]).expect("a free block");
             tables.push(table);
@@ -148,16 +159,21 @@ impl Rig {
         step.finish()
     }
 
-    /// Random tensors for a plan's rows.
+    /// Random tensors for a plan's rows in the first layer.
     pub(crate) fn tensors(&mut self, plan: &StepPlan) -> Tensors {
+        self.layer_tensors(plan, 0)
+    }
+
+    /// Random tensors for a plan's rows in a layer.
+    pub(crate) fn layer_tensors(&mut self, plan: &StepPlan, layer: u32) -> Tensors {
         let rows = plan.num_rows() as usize;
-        let (heads, kv_heads) = (self.shape.num_query_heads() as usize, self.shape.num_kv_heads() as usize);
+        let Lens { heads, kv_heads, k_len, v_len } = self.lens(layer);
         let mut fill = |len: usize, factor: f32| (0..len).map(|_| factor * self.random.unit()).collect();
         Tensors {
             // Logits up to about 2 in magnitude: weights that differ, none so small that it does not count.
-            query: fill(rows * heads * self.k_len, 2.0),
-            key: fill(rows * kv_heads * self.k_len, 2.0),
-            value: fill(rows * kv_heads * self.v_len, 1.0),
+            query: fill(rows * heads * k_len, 2.0),
+            key: fill(rows * kv_heads * k_len, 2.0),
+            value: fill(rows * kv_heads * v_len, 1.0),
         }
     }
 
@@ -175,15 +191,28 @@ impl Rig {
 
     /// Runs the append of one layer on the twin.
     pub(crate) fn append(&mut self, plan: &StepPlan, tensors: &Tensors, layer: u32) {
-        let kv_heads = self.shape.num_kv_heads() as usize;
-        let key = Rows::new(&tensors.key, kv_heads * self.k_len);
-        let value = Rows::new(&tensors.value, kv_heads * self.v_len);
-        append(&mut self.cpu, layer, plan.slot_mapping(), key, value);
+        let Lens { kv_heads, k_len, v_len, .. } = self.lens(layer);
+        let key = Rows::new(&tensors.key, kv_heads * k_len);
+        let value = Rows::new(&tensors.value, kv_heads * v_len);
+        let stack = self.cpu.layout().place_of(layer).stack;
+        append(&mut self.cpu, layer, plan.stacks()[stack as usize].slot_mapping(), key, value);
+    }
+
+    /// Sizes of a layer's tensors.
+    pub(crate) fn lens(&self, layer: u32) -> Lens {
+        let (group, block) = (self.cpu.group(layer), self.cpu.layout().block_of(layer));
+        Lens {
+            heads: group.num_query_heads() as usize,
+            kv_heads: group.num_kv_heads() as usize,
+            k_len: block.k_head_dim() as usize,
+            v_len: block.v_head_dim() as usize,
+        }
     }
 
     /// The dense f64 attention of one sequence of a plan, in one layer.
     fn dense(&self, plan: &StepPlan, tensors: &Tensors, layer: u32, sequence: usize) -> DenseOutput {
-        let row_len = self.shape.num_query_heads() as usize * self.k_len;
+        let Lens { heads, kv_heads, k_len, v_len } = self.lens(layer);
+        let row_len = heads * k_len;
         let rows = plan.query_starts()[sequence] as usize..plan.query_starts()[sequence + 1] as usize;
         let table_row = plan.table_rows()[sequence];
         let (keys, values) = self.cpu.gather(layer, table_row, plan.context_lens()[sequence]);
@@ -191,13 +220,13 @@ impl Rig {
             query: &tensors.query[rows.start * row_len..rows.end * row_len],
             keys: &keys,
             values: &values,
-            num_query_heads: self.shape.num_query_heads(),
-            num_kv_heads: self.shape.num_kv_heads(),
-            k_head_dim: self.k_len as u32,
-            v_head_dim: self.v_len as u32,
-            reach: self.cpu.group().reach(),
-            logits: self.cpu.group().logits(),
-            layer,
+            num_query_heads: heads as u32,
+            num_kv_heads: kv_heads as u32,
+            k_head_dim: k_len as u32,
+            v_head_dim: v_len as u32,
+            reach: self.cpu.group(layer).reach(),
+            logits: self.cpu.group(layer).logits(),
+            layer: self.cpu.group(layer).layers().position(|own| own == layer).unwrap_or_default() as u32,
         })
     }
 
@@ -215,12 +244,13 @@ impl Rig {
         output: &[f32],
         tolerance: f64,
     ) {
-        let row_len = self.shape.num_query_heads() as usize * self.v_len;
+        let Lens { heads, v_len, .. } = self.lens(layer);
+        let row_len = heads * v_len;
         for sequence in 0..plan.num_sequences() as usize {
             let rows = plan.query_starts()[sequence] as usize..plan.query_starts()[sequence + 1] as usize;
             let actual = &output[rows.start * row_len..rows.end * row_len];
             let expected = self.dense(plan, tensors, layer, sequence).output;
-            if let Err(mismatch) = compare(actual, &expected, self.v_len, tolerance) {
+            if let Err(mismatch) = compare(actual, &expected, v_len, tolerance) {
                 panic!("layer {layer}, sequence {sequence} of {plan:?}: {mismatch}");
             }
         }
@@ -240,29 +270,47 @@ impl Rig {
         self.commit(plan);
     }
 
-    /// Fills every slot that no later row of a table sees.
+    /// Fills every slot that no later row of a table sees, in every layer.
     pub(crate) fn poison_unseen(&mut self, tables: &[TableId], poison: Poison) {
-        let layout = *self.cpu.layout();
-        let block = *layout.block();
-        let mut seen = std::collections::HashSet::new();
-        for &table in tables {
-            let len = self.kv.len(table).expect("a table");
-            for token in
-                self.cpu.group().reach().visible(len).into_iter().flatten().filter(|&token| token < len)
-            {
-                let id = self.cpu.table(table.row())[(token / block.block_size()) as usize];
-                seen.insert((id, token % block.block_size()));
+        let layout = self.cpu.layout().clone();
+        for layer in 0..layout.num_layers() {
+            let block = layout.block_of(layer);
+            let mut seen = std::collections::HashSet::new();
+            for &table in tables {
+                let len = self.kv.len(table).expect("a table");
+                let visible = self.cpu.group(layer).reach().visible(len).into_iter().flatten();
+                for token in visible.filter(|&token| token < len) {
+                    let id = self.cpu.table(layer, table.row())[(token / block.block_size()) as usize];
+                    seen.insert((id, token % block.block_size()));
+                }
             }
-        }
-        for id in 0..layout.num_blocks() {
-            for slot in (0..block.block_size()).filter(|&slot| !seen.contains(&(id, slot))) {
-                for head in 0..block.num_kv_heads() {
-                    for (part, kv_type, words) in [
-                        (KvPart::K, block.k_type(), block.k_row_words()),
-                        (KvPart::V, block.v_type(), block.v_row_words()),
-                    ] {
-                        let start = layout.row_word(0, part, id, head, slot) as usize;
-                        self.cpu.words_mut()[start..start + words as usize].fill(poison.word(kv_type));
+            // Blocks that other stacks hold have other layers' keys and values in the place of this one's.
+            let held = |id: u32| {
+                let place = layout.place_of(layer);
+                (0..layout.num_layers()).filter(|&other| layout.place_of(other).stack != place.stack).any(
+                    |other| {
+                        tables.iter().any(|table| {
+                            let len = self.kv.len(*table).expect("a table");
+                            let block_size = layout.block_of(other).block_size();
+                            let kept = self.cpu.group(other).reach().kept(len, block_size);
+                            kept.into_iter()
+                                .flatten()
+                                .any(|entry| self.cpu.table(other, table.row())[entry as usize] == id)
+                        })
+                    },
+                )
+            };
+            let free: Vec<u32> = (0..layout.num_blocks()).filter(|&id| !held(id)).collect();
+            for id in free {
+                for slot in (0..block.block_size()).filter(|&slot| !seen.contains(&(id, slot))) {
+                    for head in 0..block.num_kv_heads() {
+                        for (part, kv_type, words) in [
+                            (KvPart::K, block.k_type(), block.k_row_words()),
+                            (KvPart::V, block.v_type(), block.v_row_words()),
+                        ] {
+                            let start = layout.row_word(layer, part, id, head, slot) as usize;
+                            self.cpu.words_mut()[start..start + words as usize].fill(poison.word(kv_type));
+                        }
                     }
                 }
             }
@@ -271,7 +319,7 @@ impl Rig {
 
     /// Fills every slot that no table's length covers.
     pub(crate) fn poison_unused(&mut self, tables: &[TableId], poison: Poison) {
-        let layout = *self.cpu.layout();
+        let layout = self.cpu.layout().clone();
         let block = layout.block();
         let mut used = vec![0u32; layout.num_blocks() as usize];
         for &table in tables {
@@ -299,10 +347,10 @@ impl Rig {
 
 /// What [`SplitConfig`] a test of the twins uses where it is not about the split.
 pub(crate) fn one_span(rig: &Rig) -> SplitConfig {
-    SplitConfig { fixed_span_tokens: Some(1 << 20), ..rig.cpu.split_config(1) }
+    SplitConfig { fixed_span_tokens: Some(1 << 20), ..rig.cpu.split_config(0, 1) }
 }
 
 /// Every row cut into spans of `span_tokens`.
 pub(crate) fn spans(rig: &Rig, span_tokens: u32) -> SplitConfig {
-    SplitConfig { fixed_span_tokens: Some(span_tokens), max_partials: 4096, ..rig.cpu.split_config(1) }
+    SplitConfig { fixed_span_tokens: Some(span_tokens), max_partials: 4096, ..rig.cpu.split_config(0, 1) }
 }
