@@ -15,6 +15,7 @@ macro_rules! pages {
 
 pages! {
     embedding: include_str!("../docs/embedding.md"),
+    models: include_str!("../docs/models.md"),
     sizing: include_str!("../docs/sizing.md"),
     residency: include_str!("../docs/residency.md"),
     prefix_cache: include_str!("../docs/prefix-cache.md"),

@@ -108,6 +108,18 @@ impl LogitRule {
         sinks[..sinks.len().min(num_query_heads as usize)].iter().map(|sink| sink.get())
     }
 
+    /// Whether another rule differs in nothing but the sinks that it has.
+    pub(crate) fn is_alike(&self, other: &Self) -> bool {
+        let Self { scale, soft_cap, slopes, sinks } = other;
+        (self.scale, self.soft_cap, &self.slopes) == (*scale, *soft_cap, slopes)
+            && self.has_sinks() != sinks.is_empty()
+    }
+
+    /// Takes the sinks of another layer.
+    pub(crate) fn join(&mut self, other: Self) {
+        self.sinks.extend(other.sinks);
+    }
+
     /// Whether every layer has learned sinks.
     pub fn has_sinks(&self) -> bool {
         !self.sinks.is_empty()

@@ -73,6 +73,39 @@ impl ModelShape {
         Self { first, others: groups.collect() }
     }
 
+    /// A model of these layers, from 0 on, each described by [`LayerGroup::layer`]: those that are alike become a group. The
+    /// learned sinks of each layer are its own, and stay with it.
+    ///
+    /// ```
+    /// # use paged_kv::{LayerGroup, LogitRule, ModelShape, Reach};
+    /// // gpt-oss-20b: every second layer sees a window; each head of each layer has a learned sink, read from the file.
+    /// # let sinks_of = |layer: u32| vec![layer as f32; 64];
+    /// let window = Reach::Window { tokens: 128, first: 0 };
+    /// let shape = ModelShape::from_layers((0..24).map(|index| {
+    ///     let reach = if index % 2 == 0 { window } else { Reach::All };
+    ///     let logits = LogitRule::new().with_sinks(sinks_of(index));
+    ///     LayerGroup::layer(64, 8, 64).with_reach(reach).with_logits(logits)
+    /// }));
+    /// assert_eq!((shape.num_layers(), shape.groups().len()), (24, 2));
+    /// ```
+    ///
+    /// Nothing is checked here, either.
+    pub fn from_layers(layers: impl IntoIterator<Item = LayerGroup>) -> Self {
+        let mut groups: Vec<LayerGroup> = Vec::new();
+        for (index, mut layer) in (0..).zip(layers) {
+            (layer.layers, layer.num_layers) = (vec![index], 1);
+            match groups.iter_mut().find(|group| group.is_alike(&layer)) {
+                Some(group) => group.join(layer),
+                None => groups.push(layer),
+            }
+        }
+        if let [only] = &mut groups[..] {
+            // All of the model's layers are in their order.
+            only.layers = Vec::new();
+        }
+        Self::of_groups(groups)
+    }
+
     /// The same model, in all layers of which rows see the keys that `reach` says.
     pub fn with_reach(mut self, reach: Reach) -> Self {
         for group in self.groups_mut() {
@@ -169,6 +202,38 @@ impl LayerGroup {
             reach: Reach::All,
             logits: LogitRule::new(),
         }
+    }
+
+    /// One layer, for [`ModelShape::from_layers`]; the numbers as for [`ModelShape::new`].
+    pub fn layer(num_query_heads: u32, num_kv_heads: u32, head_dim: u32) -> Self {
+        Self::new([0], num_query_heads, num_kv_heads, head_dim)
+    }
+
+    /// Whether a layer differs in nothing but its sinks, which a layer of another group has, too.
+    fn is_alike(&self, layer: &Self) -> bool {
+        let Self {
+            num_layers: _,
+            layers: _,
+            num_query_heads,
+            num_kv_heads,
+            head_dim,
+            v_head_dim,
+            reach,
+            logits,
+        } = layer;
+        self.num_query_heads == *num_query_heads
+            && self.num_kv_heads == *num_kv_heads
+            && self.head_dim == *head_dim
+            && self.v_head_dim == *v_head_dim
+            && self.reach == *reach
+            && self.logits.is_alike(logits)
+    }
+
+    /// Takes a layer that is alike.
+    fn join(&mut self, layer: Self) {
+        self.layers.extend(layer.layers);
+        self.num_layers += layer.num_layers;
+        self.logits.join(layer.logits);
     }
 
     /// Rows that see the keys that `reach` says.

@@ -94,38 +94,23 @@ fn long_chain(len: u32, block_size: u32) -> (KvCache, TableId) {
     (cache, table)
 }
 
-/// How long it takes to forget the device, and what an invalid result of the chain's sequence makes of it.
-fn times_to_forget(len: u32, block_size: u32) -> [Duration; 2] {
+/// That it costs a look or two per node, however long the chain, is counted in `src/cache/forget.rs`.
+#[test]
+fn a_million_tokens_are_forgotten_within_100_milliseconds() {
     let device = least_time(
-        || long_chain(len, block_size),
+        || long_chain(1_000_000, 16),
         |(cache, table)| {
             cache.forget_device();
             assert_eq!(cache.len(*table), Ok(0));
         },
     );
+    // What an invalid result of their sequence makes of them.
     let prefix = least_time(
-        || long_chain(len, block_size),
+        || long_chain(1_000_000, 16),
         |(cache, table)| {
             cache.forget_prefix(*table, 0).unwrap();
         },
     );
-    [device, prefix]
-}
-
-#[test]
-fn a_million_tokens_are_forgotten_within_100_milliseconds() {
-    let times = times_to_forget(1_000_000, 16);
-    println!("{times:?}");
-    assert!(times.iter().all(|time| *time < LIMIT), "{times:?}");
-}
-
-/// The longest chain that there can be: a node for each token.
-#[test]
-fn forgetting_takes_as_long_as_a_chain_is() {
-    let [short, long] = [100_000, 1_000_000].map(|len| times_to_forget(len, 1));
-    println!("{short:?}, {long:?}");
-    for (short, long) in short.into_iter().zip(long) {
-        // Ten times, and twice that for caches that do not hold the long one; a square would be a hundred times.
-        assert!(long < short * 40, "{short:?} for 100,000 tokens, {long:?} for 1,000,000");
-    }
+    println!("device {device:?}, prefix {prefix:?}");
+    assert!(device < LIMIT && prefix < LIMIT, "device {device:?}, prefix {prefix:?}");
 }

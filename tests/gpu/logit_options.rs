@@ -200,7 +200,11 @@ fn cells() -> Vec<Cell> {
 
 #[test]
 fn every_option_agrees_with_dense_attention() {
-    on_each_adapter_but_gl(|adapter| cells().iter().for_each(|cell| cell.run(adapter)));
+    on_each_adapter_but_gl(|adapter| {
+        // SwiftShader takes long to run a kernel: every second cell is enough of them.
+        let step = if adapter.name().contains("swiftshader") { 2 } else { 1 };
+        cells().iter().step_by(step).for_each(|cell| cell.run(adapter));
+    });
 }
 
 #[test]

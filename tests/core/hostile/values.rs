@@ -265,6 +265,9 @@ fn logit_rule(world: &mut World) {
     assert!(rule != LogitRule::new() || (rule.soft_cap().is_none() && rule.scale(64) == 0.125));
     let count = world.small();
     assert_eq!(LogitRule::alibi_slopes(count).len(), count as usize);
+    let [one, other] = [(); 2].map(|()| LayerGroup::layer(2, 1, 8).with_logits(world.logits()));
+    let joined = ModelShape::from_layers([one.clone(), other, one]);
+    assert_eq!((joined.num_layers(), joined.groups().len() <= 2), (3, true));
     let shape = ModelShape::new(1, 2, 1, 8).with_logits(rule.clone()).with_reach(world.reach());
     assert_eq!(shape.groups().next().map(LayerGroup::logits), Some(&rule));
 }
@@ -343,6 +346,8 @@ pub(super) const CALLS: &[(&str, Call)] = &[
     ("LayerGroup::heads_per_kv_head", groups),
     ("LayerGroup::logits", logit_rule),
     ("LayerGroup::with_logits", logit_rule),
+    ("LayerGroup::layer", logit_rule),
+    ("ModelShape::from_layers", logit_rule),
     ("LogitRule::new", logit_rule),
     ("LogitRule::with_scale", logit_rule),
     ("LogitRule::with_soft_cap", logit_rule),
