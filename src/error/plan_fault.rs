@@ -86,6 +86,11 @@ pub enum PlanFault {
         /// Number of slots.
         num_slots: u32,
     },
+    /// Rows of two stacks of layers are written to one block.
+    BlockOfTwoStacks {
+        /// The block.
+        block: u32,
+    },
     /// Two rows are written to one slot.
     SlotTwice {
         /// The slot.
@@ -162,6 +167,9 @@ impl fmt::Display for PlanFault {
             }
             Self::SlotOutOfRange { row, slot, num_slots } => {
                 write!(f, "slot {slot} of row {row} does not exist, there are {num_slots}")
+            }
+            Self::BlockOfTwoStacks { block } => {
+                write!(f, "keys and values of two stacks of layers are written to block {block}")
             }
             Self::SlotTwice { slot } => write!(f, "two rows are written to slot {slot}"),
             Self::RowWithoutSequence { row } => write!(f, "row {row} belongs to no sequence but has a slot"),

@@ -298,7 +298,31 @@ impl PlanChecker {
                 return Err(PlanFault::SlotTwice { slot });
             }
         }
-        Ok(())
+        if self.stacks.len() > 1 { self.check_one_stack_per_block(plan) } else { Ok(()) }
+    }
+
+    /// A block's bytes mean what its stack says.
+    fn check_one_stack_per_block(&mut self, plan: &StepPlan) -> Result<(), PlanFault> {
+        self.sorted.clear();
+        for (stack, plan) in self.stacks.iter().zip(plan.stacks()) {
+            let first = self.sorted.len();
+            let slots = plan.slot_mapping().iter().filter(|&&slot| slot != PADDING_SLOT);
+            self.sorted.extend(slots.map(|slot| slot / stack.block_size));
+            // Each block of the stack once.
+            self.sorted[first..].sort_unstable();
+            let mut kept = first;
+            for index in first..self.sorted.len() {
+                if kept == first || self.sorted[index] != self.sorted[kept - 1] {
+                    self.sorted[kept] = self.sorted[index];
+                    kept += 1;
+                }
+            }
+            self.sorted.truncate(kept);
+        }
+        match twice(&mut self.sorted) {
+            Some(block) => Err(PlanFault::BlockOfTwoStacks { block }),
+            None => Ok(()),
+        }
     }
 
     /// Copies of a block into itself are left out by the upload, so they are in no other's way.

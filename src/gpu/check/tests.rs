@@ -4,8 +4,9 @@ use super::PlanChecker;
 use crate::config::CacheConfig;
 use crate::error::{PlanFault, PrepareError};
 use crate::ids::TableId;
-use crate::model::{KvType, ModelShape};
-use crate::schedule::{StepBuilder, StepPlan};
+use crate::model::{KvType, LayerGroup, ModelShape};
+use crate::reach::Reach;
+use crate::schedule::{StackPlan, StepBuilder, StepPlan};
 use crate::{BlockCopy, KvCache};
 
 /// Twelve blocks of four tokens, tables of 24 tokens, three of them.
@@ -169,4 +170,54 @@ fn on_a_new_device_plans_must_have_forgotten_the_old_one() {
     let table = foreign.create(24).expect("a free table");
     let refused = check(&mut third, &plan(&mut foreign, &[(table, 1)]));
     assert!(matches!(refused, Err(PrepareError::CacheInstance { .. })), "{refused:?}");
+}
+
+/// Two groups of one layer each, of which the second sees a window of four tokens.
+#[test]
+fn what_is_wrong_in_one_stack_is_refused_and_a_window_leaves_a_gap_in_its_table() {
+    let window = LayerGroup::new([1], 1, 1, 8).with_reach(Reach::Window { tokens: 4, first: 0 });
+    let shape = ModelShape::of_groups([LayerGroup::new([0], 1, 1, 8), window]);
+    let config = CacheConfig::for_blocks(24, &shape, KvType::F16)
+        .and_then(|config| config.with_block_size(4))
+        .and_then(|config| config.with_max_sequences(3))
+        .and_then(|config| config.with_max_sequence_tokens(24))
+        .expect("a valid configuration");
+    let mut cache = KvCache::new(config.clone());
+    let table = cache.create(24).expect("a free table");
+    let step = plan(&mut cache, &[(table, 6)]);
+    let damaged = |change: fn(&mut StepPlan)| {
+        let mut step = step.clone();
+        change(&mut step);
+        check(&mut PlanChecker::new(&config), &step)
+    };
+    assert_eq!(damaged(|_| {}), Ok(()));
+    let block = step.stacks[0].slot_mapping[0] / 4;
+    assert_eq!(
+        damaged(|step| step.stacks[1].slot_mapping[0] = step.stacks[0].slot_mapping[0] + 1),
+        Err(PlanFault::BlockOfTwoStacks { block }.into())
+    );
+    assert_eq!(
+        damaged(|step| step.stacks[1].slot_mapping[0] = 96),
+        Err(PlanFault::SlotOutOfRange { row: 0, slot: 96, num_slots: 96 }.into())
+    );
+    assert_eq!(
+        damaged(|step| step.stacks.truncate(1)),
+        Err(PlanFault::Length { array: "stacks", actual: 1, expected: 2 }.into())
+    );
+    // The window's table may begin with what its rows see, the whole layer's may not.
+    let gap = |step: &mut StepPlan, stack: usize| {
+        let StackPlan { table_changes, changed_entries, .. } = &mut step.stacks[stack];
+        (table_changes[0].first_entry, table_changes[0].len) = (1, 1);
+        changed_entries.remove(0);
+        (step.query_starts[1], step.context_lens[0]) = (1, 8);
+        step.token_ids.truncate(1);
+        step.positions.truncate(1);
+        step.stacks.iter_mut().for_each(|stack| stack.slot_mapping.truncate(1));
+    };
+    let (mut whole, mut windowed) = (step.clone(), step.clone());
+    gap(&mut whole, 0);
+    gap(&mut windowed, 1);
+    assert_eq!(check(&mut PlanChecker::new(&config), &windowed), Ok(()));
+    let refused = PlanFault::TableRange { table_row: 0, first_entry: 1, len: 1, entries: 0 };
+    assert_eq!(check(&mut PlanChecker::new(&config), &whole), Err(refused.into()));
 }
