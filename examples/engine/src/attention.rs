@@ -5,13 +5,14 @@
 //! Blocks that are swapped move first in either case; what became of them is asked for between steps.
 
 use std::{
+    collections::BTreeMap,
     num::NonZero,
     time::{Duration, Instant},
 };
 
 use paged_kv::{
-    AttentionOptions, BoundTensors, CacheConfig, LayerTensors, ModelShape, PagedAttention, SplitConfig,
-    StepPlan, TensorSlice, TransferReport, WorkSplit,
+    AttentionOptions, BoundTensors, CacheConfig, LayerGroup, LayerTensors, LogitRule, ModelShape,
+    PagedAttention, Reach, SplitConfig, StepPlan, TensorSlice, TransferReport, WorkSplit,
     reference::{self, AttentionInputs, CpuCache, Rows, RowsMut},
 };
 
@@ -31,9 +32,32 @@ fn span_tokens(config: &Config) -> u32 {
     config.context_len.div_ceil(32).max(256).next_multiple_of(128)
 }
 
-/// What the cache needs to know of the model.
+/// What the cache needs to know of the model: the layers that see alike are a group, those that see everything the first.
 pub fn shape_of(config: &Config) -> ModelShape {
-    ModelShape::new(config.num_layers, config.num_query_heads, config.num_kv_heads, config.head_dim)
+    if config.windows.iter().all(Option::is_none) {
+        let shape =
+            ModelShape::new(config.num_layers, config.num_query_heads, config.num_kv_heads, config.head_dim);
+        return shape.with_logits(logits_of(config, 0..config.num_layers));
+    }
+    let mut groups: BTreeMap<Option<u32>, Vec<u32>> = BTreeMap::new();
+    for (layer, window) in (0..).zip(&config.windows) {
+        groups.entry(*window).or_default().push(layer);
+    }
+    ModelShape::of_groups(groups.into_iter().map(|(window, layers)| {
+        let rule = logits_of(config, layers.iter().copied());
+        LayerGroup::new(layers, config.num_query_heads, config.num_kv_heads, config.head_dim)
+            .with_reach(window.map_or(Reach::All, |tokens| Reach::Window { tokens, first: 0 }))
+            .with_logits(rule)
+    }))
+}
+
+/// What becomes of the logits of these layers.
+fn logits_of(config: &Config, layers: impl IntoIterator<Item = u32>) -> LogitRule {
+    let rule = LogitRule::new().with_sinks(layers.into_iter().flat_map(|layer| config.sinks_of(layer)));
+    match config.soft_cap {
+        Some(cap) => rule.with_soft_cap(cap),
+        None => rule,
+    }
 }
 
 /// The pool of a [`GpuModel`].
