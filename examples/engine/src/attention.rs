@@ -230,8 +230,8 @@ fn bind(attention: &mut PagedAttention, model: &GpuModel, rows: u32) -> Result<B
 /// The pool of a [`CpuModel`].
 pub(crate) struct CpuAttention {
     cache: CpuCache,
-    split_config: SplitConfig,
-    split: WorkSplit,
+    /// How the work of each group of layers is cut, and the current step's.
+    splits: Vec<(SplitConfig, WorkSplit)>,
     reports: Vec<TransferReport>,
     partials: Vec<f32>,
     row_of_logits: Vec<u32>,
@@ -250,17 +250,20 @@ impl CpuAttention {
             return Err(RunError::PoolExceedsMemory { bytes });
         }
         let num_threads = std::thread::available_parallelism().map_or(1, NonZero::get);
-        let cache = CpuCache::new(&shape_of(model.config()), &cache);
+        let shape = shape_of(model.config());
+        let cache = CpuCache::new(&shape, &cache);
         // As on a GPU, but that memory for partial results is taken as it is needed.
-        let split_config = SplitConfig {
+        let split_config = |layer| SplitConfig {
             fixed_span_tokens: Some(span_tokens(model.config())),
             max_partials: u32::MAX,
-            ..cache.split_config(0, num_threads as u32)
+            ..cache.split_config(layer, num_threads as u32)
         };
+        // Any layer of a group stands for it.
+        let layers = shape.groups().filter_map(|group| group.layers().next());
+        let splits = layers.map(|layer| (split_config(layer), WorkSplit::default())).collect();
         Ok(Self {
             cache,
-            split_config,
-            split: WorkSplit::default(),
+            splits,
             reports: Vec::new(),
             partials: Vec::new(),
             row_of_logits: Vec::new(),
@@ -284,7 +287,9 @@ impl CpuAttention {
             self.reports.push(TransferReport { step: plan.step(), complete: true });
         }
         reference::block_copy(&mut self.cache, plan.block_copies());
-        self.split.split(plan, &self.split_config);
+        for (config, split) in &mut self.splits {
+            split.split(plan, config);
+        }
         let rows = std::mem::take(&mut self.row_of_logits);
         let logits = model.forward(plan.token_ids(), plan.positions(), &rows, |layer, tensors| {
             let start = Instant::now();
@@ -332,15 +337,18 @@ impl CpuAttention {
     fn attend(&mut self, config: &Config, plan: &StepPlan, layer: u32, tensors: &QueryKeyValue) -> Vec<f32> {
         let (query_len, kv_len) = (config.query_len() as usize, config.kv_len() as usize);
         let (key, value) = (Rows::new(&tensors.key, kv_len), Rows::new(&tensors.value, kv_len));
-        reference::append(&mut self.cache, layer, plan.slot_mapping(), key, value);
+        let place = self.cache.layout().place_of(layer);
+        let slot_mapping = plan.stacks()[place.stack as usize].slot_mapping();
+        reference::append(&mut self.cache, layer, slot_mapping, key, value);
 
         let inputs = AttentionInputs::new(&self.cache, plan, layer, Rows::new(&tensors.query, query_len));
-        let partial_len = self.cache.partial_len(0);
-        self.partials.resize(self.split.num_partials as usize * partial_len, 0.0);
+        let partial_len = self.cache.partial_len(layer);
+        let (_, split) = &self.splits[place.group as usize];
+        self.partials.resize(split.num_partials as usize * partial_len, 0.0);
         let mut attended = vec![0.0; plan.num_rows() as usize * query_len];
         let mut output = RowsMut::new(&mut attended, query_len);
         let mut partials = RowsMut::new(&mut self.partials, partial_len);
-        let (decode_items, prefill_items) = (&self.split.decode_items, &self.split.prefill_items);
+        let (decode_items, prefill_items) = (&split.decode_items, &split.prefill_items);
         std::thread::scope(|scope| {
             let (output, partials) = (output.reborrow(), partials.reborrow());
             for mut part in reference::decode_parts(&inputs, decode_items, output, partials, self.num_threads)
@@ -360,7 +368,7 @@ impl CpuAttention {
                 });
             }
         });
-        reference::attention_merge(&inputs, &self.split.merge_items, partials.as_rows(), &mut output);
+        reference::attention_merge(&inputs, &split.merge_items, partials.as_rows(), &mut output);
         attended
     }
 }

@@ -18,7 +18,7 @@ use paged_kv::{
 use crate::{
     config::Config,
     cpu::CpuModel,
-    error::{LoadError, RunError},
+    error::RunError,
     gguf::GgufFile,
     gpu::{Gpu, GpuModel},
     pool::Pool,
@@ -190,10 +190,6 @@ impl Engine {
         progress: &mut dyn FnMut(u64),
     ) -> Result<Self, RunError> {
         let config = Config::read(file)?;
-        if config.windows.iter().any(|window| *window != config.windows[0]) {
-            let what = "layers that see windows of different sizes".to_owned();
-            return Err(LoadError::Unsupported { what }.into());
-        }
         let model = match gpu {
             Some(gpu) => Model::Gpu(Box::new(GpuModel::load(gpu, file, config, progress)?)),
             None => Model::Cpu(Box::new(CpuModel::load(file, config, progress)?)),
