@@ -14,7 +14,7 @@ use example_engine::{
     sample::Sampler,
     tokenizer::Tokenizer,
 };
-use paged_kv::{CacheConfig, PrefixCacheConfig, Scheduler, SchedulerConfig};
+use paged_kv::{CacheConfig, GroupLayout, PrefixCacheConfig, Scheduler, SchedulerConfig};
 
 use crate::{
     Failure,
@@ -205,8 +205,14 @@ pub(crate) fn session_options(
     let cache = match options.blocks {
         Some(_) => one,
         None => {
-            let blocks_of =
-                |tokens: u32| u64::from(tokens.min(config.context_len).div_ceil(options.block_size));
+            // As if layers with windows kept everything: while a prompt is read, they may.
+            let blocks_of = |tokens: u32| -> u64 {
+                let blocks = |group: &GroupLayout| {
+                    let blocks = group.layout().blocks_for(tokens.min(config.context_len));
+                    u64::from(group.num_stacks()) * u64::from(blocks)
+                };
+                one.groups().iter().map(blocks).sum()
+            };
             let all: u64 =
                 sequences.iter().map(|&(tokens, samples)| blocks_of(tokens) * u64::from(samples)).sum();
             let longest = sequences.iter().map(|&(tokens, _)| blocks_of(tokens)).max().unwrap_or(1);

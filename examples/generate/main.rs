@@ -94,7 +94,7 @@ fn generate(options: &Options) -> Result<(), Failure> {
         None => GgufFile::from_bytes("the toy model", TOY)?,
     };
     // Everything that can be wrong with the input comes before the device is asked for and the weights are loaded.
-    let config = Config::read(&file)?;
+    let config = Config::read(&mut file)?;
     let tokenizer = Tokenizer::read(&file);
     if options.chat {
         let chat = Chat::new(options, &config, &file, tokenizer?)?;

@@ -36,8 +36,8 @@ pub(crate) struct Model {
 impl Model {
     /// # Errors
     /// What makes it no such model.
-    pub(crate) fn read(file: GgufFile) -> Result<Self, String> {
-        let config = Config::read(&file).map_err(in_words)?;
+    pub(crate) fn read(mut file: GgufFile) -> Result<Self, String> {
+        let config = Config::read(&mut file).map_err(in_words)?;
         let tokenizer = Arc::new(Tokenizer::read(&file).map_err(in_words)?);
         let format = ChatFormat::read(&file).map_err(in_words)?;
         Ok(Self { file, config, language: Language { tokenizer, format } })

@@ -148,7 +148,7 @@ fn wrong_input_is_answered_by_one_line_and_exit_status_2() {
         (&["--model", "/no/such/file"], "cannot read /no/such/file: "),
         (&["--model", "."], "cannot read .: is a directory"),
         (&["--model", text.path()], "FILE is not a GGUF file"),
-        (&["--model", mamba.path()], "the model's architecture is \"mamba\", only \"llama\" is supported"),
+        (&["--model", mamba.path()], "the model's architecture is \"mamba\", only \"llama\" and \"windowed-llama\" are supported"),
         (&["--model", cut.path()],
             "FILE is truncated: its header describes 1964816 bytes, the file has 1000000"),
         (&["--model", header.path()], "FILE is truncated: it ends within its header, after 300 bytes"),

@@ -168,9 +168,9 @@ fn a_script_waits_for_its_steps_unless_nothing_else_is_to_do() {
 }
 
 fn toy_language() -> (Config, Language) {
-    let file = GgufFile::from_bytes("the toy model", TOY).unwrap();
+    let mut file = GgufFile::from_bytes("the toy model", TOY).unwrap();
     let tokenizer = Arc::new(Tokenizer::read(&file).unwrap());
-    (Config::read(&file).unwrap(), Language { tokenizer, format: ChatFormat::read(&file).unwrap() })
+    (Config::read(&mut file).unwrap(), Language { tokenizer, format: ChatFormat::read(&file).unwrap() })
 }
 
 /// Plays the toy's script to its end with a model that says any letter.

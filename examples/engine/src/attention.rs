@@ -5,13 +5,14 @@
 //! Blocks that are swapped move first in either case; what became of them is asked for between steps.
 
 use std::{
+    collections::BTreeMap,
     num::NonZero,
     time::{Duration, Instant},
 };
 
 use paged_kv::{
-    AttentionOptions, BoundTensors, CacheConfig, LayerTensors, ModelShape, PagedAttention, SplitConfig,
-    StepPlan, TensorSlice, TransferReport, WorkSplit,
+    AttentionOptions, BoundTensors, CacheConfig, LayerGroup, LayerTensors, LogitRule, ModelShape,
+    PagedAttention, Reach, SplitConfig, StepPlan, TensorSlice, TransferReport, WorkSplit,
     reference::{self, AttentionInputs, CpuCache, Rows, RowsMut},
 };
 
@@ -31,9 +32,32 @@ fn span_tokens(config: &Config) -> u32 {
     config.context_len.div_ceil(32).max(256).next_multiple_of(128)
 }
 
-/// What the cache needs to know of the model.
+/// What the cache needs to know of the model: the layers that see alike are a group, those that see everything the first.
 pub fn shape_of(config: &Config) -> ModelShape {
-    ModelShape::new(config.num_layers, config.num_query_heads, config.num_kv_heads, config.head_dim)
+    if config.windows.iter().all(Option::is_none) {
+        let shape =
+            ModelShape::new(config.num_layers, config.num_query_heads, config.num_kv_heads, config.head_dim);
+        return shape.with_logits(logits_of(config, 0..config.num_layers));
+    }
+    let mut groups: BTreeMap<Option<u32>, Vec<u32>> = BTreeMap::new();
+    for (layer, window) in (0..).zip(&config.windows) {
+        groups.entry(*window).or_default().push(layer);
+    }
+    ModelShape::of_groups(groups.into_iter().map(|(window, layers)| {
+        let rule = logits_of(config, layers.iter().copied());
+        LayerGroup::new(layers, config.num_query_heads, config.num_kv_heads, config.head_dim)
+            .with_reach(window.map_or(Reach::All, |tokens| Reach::Window { tokens, first: 0 }))
+            .with_logits(rule)
+    }))
+}
+
+/// What becomes of the logits of these layers.
+fn logits_of(config: &Config, layers: impl IntoIterator<Item = u32>) -> LogitRule {
+    let rule = LogitRule::new().with_sinks(layers.into_iter().flat_map(|layer| config.sinks_of(layer)));
+    match config.soft_cap {
+        Some(cap) => rule.with_soft_cap(cap),
+        None => rule,
+    }
 }
 
 /// The pool of a [`GpuModel`].
@@ -206,8 +230,8 @@ fn bind(attention: &mut PagedAttention, model: &GpuModel, rows: u32) -> Result<B
 /// The pool of a [`CpuModel`].
 pub(crate) struct CpuAttention {
     cache: CpuCache,
-    split_config: SplitConfig,
-    split: WorkSplit,
+    /// How the work of each group of layers is cut, and the current step's.
+    splits: Vec<(SplitConfig, WorkSplit)>,
     reports: Vec<TransferReport>,
     partials: Vec<f32>,
     row_of_logits: Vec<u32>,
@@ -226,17 +250,20 @@ impl CpuAttention {
             return Err(RunError::PoolExceedsMemory { bytes });
         }
         let num_threads = std::thread::available_parallelism().map_or(1, NonZero::get);
-        let cache = CpuCache::new(&shape_of(model.config()), &cache);
+        let shape = shape_of(model.config());
+        let cache = CpuCache::new(&shape, &cache);
         // As on a GPU, but that memory for partial results is taken as it is needed.
-        let split_config = SplitConfig {
+        let split_config = |layer| SplitConfig {
             fixed_span_tokens: Some(span_tokens(model.config())),
             max_partials: u32::MAX,
-            ..cache.split_config(0, num_threads as u32)
+            ..cache.split_config(layer, num_threads as u32)
         };
+        // Any layer of a group stands for it.
+        let layers = shape.groups().filter_map(|group| group.layers().next());
+        let splits = layers.map(|layer| (split_config(layer), WorkSplit::default())).collect();
         Ok(Self {
             cache,
-            split_config,
-            split: WorkSplit::default(),
+            splits,
             reports: Vec::new(),
             partials: Vec::new(),
             row_of_logits: Vec::new(),
@@ -260,7 +287,9 @@ impl CpuAttention {
             self.reports.push(TransferReport { step: plan.step(), complete: true });
         }
         reference::block_copy(&mut self.cache, plan.block_copies());
-        self.split.split(plan, &self.split_config);
+        for (config, split) in &mut self.splits {
+            split.split(plan, config);
+        }
         let rows = std::mem::take(&mut self.row_of_logits);
         let logits = model.forward(plan.token_ids(), plan.positions(), &rows, |layer, tensors| {
             let start = Instant::now();
@@ -308,15 +337,18 @@ impl CpuAttention {
     fn attend(&mut self, config: &Config, plan: &StepPlan, layer: u32, tensors: &QueryKeyValue) -> Vec<f32> {
         let (query_len, kv_len) = (config.query_len() as usize, config.kv_len() as usize);
         let (key, value) = (Rows::new(&tensors.key, kv_len), Rows::new(&tensors.value, kv_len));
-        reference::append(&mut self.cache, layer, plan.slot_mapping(), key, value);
+        let place = self.cache.layout().place_of(layer);
+        let slot_mapping = plan.stacks()[place.stack as usize].slot_mapping();
+        reference::append(&mut self.cache, layer, slot_mapping, key, value);
 
         let inputs = AttentionInputs::new(&self.cache, plan, layer, Rows::new(&tensors.query, query_len));
-        let partial_len = self.cache.partial_len(0);
-        self.partials.resize(self.split.num_partials as usize * partial_len, 0.0);
+        let partial_len = self.cache.partial_len(layer);
+        let (_, split) = &self.splits[place.group as usize];
+        self.partials.resize(split.num_partials as usize * partial_len, 0.0);
         let mut attended = vec![0.0; plan.num_rows() as usize * query_len];
         let mut output = RowsMut::new(&mut attended, query_len);
         let mut partials = RowsMut::new(&mut self.partials, partial_len);
-        let (decode_items, prefill_items) = (&self.split.decode_items, &self.split.prefill_items);
+        let (decode_items, prefill_items) = (&split.decode_items, &split.prefill_items);
         std::thread::scope(|scope| {
             let (output, partials) = (output.reborrow(), partials.reborrow());
             for mut part in reference::decode_parts(&inputs, decode_items, output, partials, self.num_threads)
@@ -336,7 +368,7 @@ impl CpuAttention {
                 });
             }
         });
-        reference::attention_merge(&inputs, &self.split.merge_items, partials.as_rows(), &mut output);
+        reference::attention_merge(&inputs, &split.merge_items, partials.as_rows(), &mut output);
         attended
     }
 }

@@ -6,7 +6,11 @@
 
 use candle_core::{Device, Tensor};
 
-use crate::{config::Config, error::LoadError, gguf::GgufFile};
+use crate::{
+    config::{Config, sinks_name},
+    error::LoadError,
+    gguf::GgufFile,
+};
 
 /// A model in host memory.
 #[derive(Debug)]
@@ -162,6 +166,10 @@ impl Loader<'_> {
             [config.embedding_len, config.feed_forward_len, config.query_len(), config.kv_len()]
                 .map(|len| len as usize);
         let name = |part: &str| format!("blk.{layer}.{part}.weight");
+        if !config.sinks.is_empty() {
+            // The caller has them, who attends.
+            self.vector(&sinks_name(layer), config.num_query_heads as usize)?;
+        }
         Ok(Layer {
             attention_norm: self.vector(&name("attn_norm"), embedding)?,
             query: self.matrix(&name("attn_q"), query, embedding)?,
@@ -228,8 +236,8 @@ mod tests {
     use crate::synthetic::Synthetic;
 
     fn load(model: &Synthetic) -> Result<CpuModel, LoadError> {
+        let config = Config::read(&mut model.open())?;
         let mut file = model.open();
-        let config = Config::read(&file)?;
         CpuModel::load(&mut file, config, &mut |_| ())
     }
 
@@ -238,7 +246,7 @@ mod tests {
         let whole = Synthetic::new(true);
         let mut seen = Vec::new();
         let mut file = whole.open();
-        let config = Config::read(&file).expect("the model is whole");
+        let config = Config::read(&mut file).expect("the model is whole");
         CpuModel::load(&mut file, config, &mut |bytes| seen.push(bytes)).expect("the model is whole");
         assert!(seen.is_sorted());
         assert_eq!(seen.last(), Some(&file.tensor_bytes()));

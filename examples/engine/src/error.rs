@@ -47,6 +47,8 @@ pub enum LoadError {
     Architecture {
         /// `general.architecture` of the file.
         found: String,
+        /// Those that are supported.
+        known: &'static [&'static str],
     },
     /// The metadata lacks a key without which the model cannot be run.
     MissingKey {
@@ -115,8 +117,13 @@ impl fmt::Display for LoadError {
                 let line: String = reason.chars().take_while(|letter| !letter.is_control()).collect();
                 write!(out, "{file} cannot be decoded: {line}")
             }
-            Self::Architecture { found } => {
-                write!(out, "the model's architecture is {found:?}, only \"llama\" is supported")
+            Self::Architecture { found, known } => {
+                let known: Vec<String> = known.iter().map(|name| format!("{name:?}")).collect();
+                write!(
+                    out,
+                    "the model's architecture is {found:?}, only {} are supported",
+                    known.join(" and ")
+                )
             }
             Self::MissingKey { key } => write!(out, "the model's metadata has no {key}"),
             Self::BadValue { key, expected } => write!(out, "the model's {key} is not {expected}"),

@@ -31,3 +31,5 @@ pub mod sample;
 #[cfg(test)]
 mod synthetic;
 pub mod tokenizer;
+#[cfg(test)]
+mod windowed;

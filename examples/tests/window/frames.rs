@@ -38,7 +38,7 @@ struct Reading {
 impl Reading {
     fn new() -> Self {
         let mut file = GgufFile::from_bytes("the toy model", TOY).unwrap();
-        let config = Config::read(&file).unwrap();
+        let config = Config::read(&mut file).unwrap();
         let tokens: Vec<u32> = "In the beginning God created".bytes().map(u32::from).collect();
         let cache = CacheConfig::for_blocks(8, &shape_of(&config), KvType::F16).unwrap();
         let scheduler = SchedulerConfig { step_tokens: 16, ..SchedulerConfig::default() };

@@ -81,7 +81,7 @@ fn assert_close(found: &[f32], expected: &[f32], what: &str) {
 fn steps_of_any_height_equal_the_cpu_twin() {
     for tied in [true, false] {
         let synthetic = Synthetic::new(tied);
-        let config = Config::read(&synthetic.open()).expect("the model is whole");
+        let config = Config::read(&mut synthetic.open()).expect("the model is whole");
         let cpu = CpuModel::load(&mut synthetic.open(), config.clone(), &mut |_| ()).expect("it loads");
         let adapters = Adapters::find(None);
         if adapters.all().is_empty() {
@@ -107,7 +107,7 @@ fn steps_of_any_height_equal_the_cpu_twin() {
 #[test]
 fn matrices_beyond_a_binding_are_split() {
     let synthetic = Synthetic::new(true);
-    let config = Config::read(&synthetic.open()).expect("the model is whole");
+    let config = Config::read(&mut synthetic.open()).expect("the model is whole");
     let cpu = CpuModel::load(&mut synthetic.open(), config.clone(), &mut |_| ()).expect("it loads");
     let adapters = Adapters::find(None);
     let Some(adapter) = adapters.best() else {
@@ -133,7 +133,7 @@ fn matrices_beyond_a_binding_are_split() {
 #[test]
 fn a_row_does_not_depend_on_the_rows_beside_it() {
     let synthetic = Synthetic::new(true);
-    let config = Config::read(&synthetic.open()).expect("the model is whole");
+    let config = Config::read(&mut synthetic.open()).expect("the model is whole");
     for adapter in Adapters::find(None).all() {
         let gpu = Gpu::open(adapter).expect("the adapter opens");
         let mut model =

@@ -9,7 +9,11 @@ use super::{
     buffers::{GpuError, create, params},
     matmul::{GROUP, Store},
 };
-use crate::{config::Config, error::LoadError, gguf::GgufFile};
+use crate::{
+    config::{Config, sinks_name},
+    error::LoadError,
+    gguf::GgufFile,
+};
 
 /// A matrix, cut by outputs.
 pub(super) struct Matrix {
@@ -107,6 +111,10 @@ impl Uploader<'_> {
             [config.embedding_len, config.feed_forward_len, config.query_len(), config.kv_len()]
                 .map(|len| len as usize);
         let name = |part: &str| format!("blk.{layer}.{part}.weight");
+        if !config.sinks.is_empty() {
+            // The cache has them, which attends.
+            self.read(&sinks_name(layer), &[config.num_query_heads as usize])?;
+        }
         let q = self.read(&name("attn_q"), &[query, embedding])?;
         let k = self.read(&name("attn_k"), &[kv, embedding])?;
         let v = self.read(&name("attn_v"), &[kv, embedding])?;
