@@ -370,16 +370,19 @@ impl CacheConfig {
             u64::from(self.num_blocks) * blocks.iter().map(largest).max().unwrap_or(0)
         };
         // As few arenas as the device's limits allow, filled evenly.
-        match (1..=most_layers).find(|&num_arenas| bytes_in(num_arenas) <= max_bytes) {
-            Some(num_arenas) => ArenaLayout::of_groups(&blocks, self.places(), self.num_blocks, |block| {
-                block.num_layers().div_ceil(num_arenas)
-            }),
-            None => Err(ConfigError::LayerExceedsArena {
-                layer_bytes: bytes_in(most_layers),
-                max_bytes,
-                max_blocks: max_bytes / (bytes_in(most_layers) / u64::from(self.num_blocks)),
-            }),
+        let layer_bytes = bytes_in(most_layers);
+        if layer_bytes > max_bytes {
+            let max_blocks = max_bytes / (layer_bytes / u64::from(self.num_blocks));
+            return Err(ConfigError::LayerExceedsArena { layer_bytes, max_bytes, max_blocks });
         }
+        // More arenas are no larger, so their number is between these two.
+        let (mut too_few, mut num_arenas) = (0, most_layers);
+        while num_arenas - too_few > 1 {
+            let middle = too_few + (num_arenas - too_few) / 2;
+            if bytes_in(middle) <= max_bytes { num_arenas = middle } else { too_few = middle }
+        }
+        let layers_per_arena = |block: &BlockLayout| block.num_layers().div_ceil(num_arenas);
+        ArenaLayout::of_groups(&blocks, self.places(), self.num_blocks, layers_per_arena)
     }
 
     /// One arena of all layers, however large.
@@ -394,14 +397,17 @@ impl CacheConfig {
         self.stacks().into_iter().map(blocks_for).collect()
     }
 
+    /// Bytes of the block tables of each stack on the device.
+    #[cfg(feature = "wgpu")]
+    pub(crate) fn stack_table_bytes(&self) -> Vec<u64> {
+        let entries = self.stack_entries().into_iter();
+        entries.map(|entries| u64::from(self.max_sequences) * u64::from(entries) * 4).collect()
+    }
+
     /// The group of each stack.
     #[cfg(feature = "wgpu")]
     pub(crate) fn stack_groups(&self) -> Vec<u32> {
-        let mut groups: Vec<(u32, &GroupLayout)> = (0..).zip(self.groups()).collect();
-        groups.sort_by_key(|(_, group)| group.first_stack());
-        let repeat =
-            |(index, group): (u32, &GroupLayout)| std::iter::repeat_n(index, group.num_stacks() as usize);
-        groups.into_iter().flat_map(repeat).collect()
+        self.stacks.group_of_each()
     }
 
     /// Identifies everything that decides what the bytes of a block mean, and the size of the pool and its tables.

@@ -34,6 +34,12 @@ pub struct LogitRule {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Number(u32);
 
+/// A number of a rule in the kernels' units; the largest finite one in the place of a larger one, which times zero would be
+/// no number.
+pub(crate) fn finite(number: f64) -> f32 {
+    (number as f32).clamp(f32::MIN, f32::MAX)
+}
+
 impl Number {
     fn get(self) -> f32 {
         f32::from_bits(self.0)

@@ -127,13 +127,19 @@ impl Stacks {
 
     /// Every stack, those that keep everything first.
     pub(crate) fn list(&self) -> Vec<Stack> {
-        let mut groups: Vec<&GroupLayout> = self.groups.iter().collect();
-        groups.sort_by_key(|group| group.first_stack);
-        let stacks = groups.iter().flat_map(|group| {
-            let stack = Stack { reach: group.reach, block_size: group.layout.block_size() };
-            std::iter::repeat_n(stack, group.num_stacks() as usize)
-        });
-        stacks.collect()
+        let stack = |group: u32| {
+            let GroupLayout { reach, layout, .. } = &self.groups[group as usize];
+            Stack { reach: *reach, block_size: layout.block_size() }
+        };
+        self.group_of_each().into_iter().map(stack).collect()
+    }
+
+    /// The group of every stack, in the same order.
+    pub(crate) fn group_of_each(&self) -> Vec<u32> {
+        let mut groups: Vec<(u32, &GroupLayout)> = (0..).zip(&self.groups).collect();
+        groups.sort_by_key(|(_, group)| group.first_stack);
+        let stacks = groups.into_iter();
+        stacks.flat_map(|(index, group)| std::iter::repeat_n(index, group.num_stacks() as usize)).collect()
     }
 
     /// The most blocks that a sequence holds on its way to `max_tokens`, with at most `rows` rows in a step.

@@ -127,9 +127,9 @@ impl DeviceMemory {
 /// Where the tables of each stack lie: one stack's after another's, each where a binding may begin.
 fn table_windows(cache: &CacheConfig, storage_alignment: u32) -> Vec<Range<u64>> {
     let mut end = 0u64;
-    let windows = cache.stack_entries().into_iter().map(|entries| {
+    let windows = cache.stack_table_bytes().into_iter().map(|bytes| {
         let start = end.next_multiple_of(u64::from(storage_alignment));
-        end = start + u64::from(cache.max_sequences()) * u64::from(entries) * 4;
+        end = start + bytes;
         start..end
     });
     windows.collect()

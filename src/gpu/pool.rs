@@ -55,8 +55,7 @@ impl Pool {
     ) -> Result<Self, DeviceError> {
         let &PoolContext { device, layouts, capabilities, options, shape, tiles } = context;
         let max_bytes = capabilities.max_binding_bytes;
-        let entries = cache.stack_entries().into_iter().max().unwrap_or(0);
-        let table_bytes = u64::from(cache.max_sequences()) * u64::from(entries) * 4;
+        let table_bytes = cache.stack_table_bytes().into_iter().max().unwrap_or(0);
         if table_bytes > max_bytes {
             return Err(DeviceError::LimitTooLow {
                 object: "the block tables",
@@ -74,7 +73,6 @@ impl Pool {
         let scratch = groups.iter().zip(&split_configs);
         let scratch = scratch.map(|(group, split)| u64::from(split.max_partials) * group.partial_bytes());
         let scratch_bytes = scratch.max().unwrap_or(0);
-        drop(groups);
         let memory = DeviceMemory::create(
             &mut allocator,
             &cache,

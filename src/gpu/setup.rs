@@ -10,6 +10,7 @@ use crate::gpu::shader::{
     VariantKey,
 };
 use crate::layout::{ArenaLayout, BlockLayout, UNIT_BYTES};
+use crate::logits::finite;
 use crate::model::{LayerGroup, ModelShape};
 use crate::schedule::SplitConfig;
 use std::f64::consts::LOG2_E;
@@ -196,7 +197,7 @@ pub(super) fn layer_params(
             num_query_heads: group.num_query_heads(),
             heads_per_kv_head: group.heads_per_kv_head(),
             head_tiles: tiles.head_tiles,
-            scale_log2: scale_log2 as f32,
+            scale_log2: finite(scale_log2),
             soft_cap_log2: rule.soft_cap().map_or(0.0, log2),
             reach_tokens,
             first_tokens,
@@ -230,9 +231,9 @@ fn head_params(group: &LayerGroup, layer: u32) -> Vec<HeadParams> {
     pairs.collect()
 }
 
-/// A logit in base 2; the largest finite number in the place of a larger one.
+/// A logit in base 2.
 fn log2(logit: f32) -> f32 {
-    ((f64::from(logit) * LOG2_E) as f32).clamp(f32::MIN, f32::MAX)
+    finite(f64::from(logit) * LOG2_E)
 }
 
 /// The variant of `kernel` for a group on this device.

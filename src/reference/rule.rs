@@ -4,7 +4,7 @@
 //! `context - rows + i`, and sees what its reach says of that position. More rows than tokens leave the first rows without
 //! a key.
 
-use crate::logits::LogitRule;
+use crate::logits::{LogitRule, finite};
 use crate::reach::Reach;
 use std::f64::consts::LOG2_E;
 use std::ops::Range;
@@ -53,14 +53,14 @@ impl Logit {
     /// The same in base 2 and f32, of products of queries that were multiplied by its factor.
     pub(super) fn base_2(&self) -> LogitBase2 {
         let (factor, soft_cap) = match self.soft_cap {
-            Some(cap) => (self.scale / cap, Some((cap * LOG2_E) as f32)),
+            Some(cap) => (self.scale / cap, Some(finite(cap * LOG2_E))),
             None => (self.scale * LOG2_E, None),
         };
         LogitBase2 {
-            factor: factor as f32,
+            factor: finite(factor),
             soft_cap,
-            slope: (self.slope * LOG2_E) as f32,
-            sink: self.sink.map(|sink| ((sink * LOG2_E) as f32).clamp(f32::MIN, f32::MAX)),
+            slope: finite(self.slope * LOG2_E),
+            sink: self.sink.map(|sink| finite(sink * LOG2_E)),
         }
     }
 }
@@ -115,6 +115,19 @@ mod tests {
                 assert!((found - expected).abs() <= 1e-5 * expected.abs().max(1.0), "{found}, {expected}");
             }
             assert_eq!(base_2.sink.is_some(), logit.sink.is_some());
+        }
+    }
+
+    #[test]
+    fn the_largest_numbers_of_a_rule_leave_a_product_of_zero_a_number() {
+        for rule in [
+            LogitRule::new().with_scale(f32::MAX),
+            LogitRule::new().with_soft_cap(f32::MIN_POSITIVE),
+            LogitRule::new().with_soft_cap(f32::MAX).with_slopes([f32::MAX]).with_sinks([f32::MAX]),
+        ] {
+            let base_2 = Logit::of(&rule, 0, 0, 1, 8).base_2();
+            assert_eq!(base_2.logit(0.0 * base_2.factor, 0), 0.0, "{rule:?}");
+            assert!(base_2.sink.is_none_or(f32::is_finite));
         }
     }
 }

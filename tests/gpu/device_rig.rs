@@ -29,10 +29,15 @@ pub(crate) fn on_each_adapter_but_gl(mut test: impl FnMut(&TestAdapter)) {
 
 /// One line past the capture of test output, as for the adapters; `tests/run` sums them up.
 pub(crate) fn announce_left_out(adapter: &TestAdapter) {
+    announce_partly_left_out(adapter, "");
+}
+
+/// The same for a part of a test, as in "28 cases of ".
+pub(crate) fn announce_partly_left_out(adapter: &TestAdapter, part: &str) {
     // The harness names a test's thread after the test.
     let thread = std::thread::current();
     let test = thread.name().unwrap_or("a test");
-    let _ = std::io::stderr().write_all(format!("left out on {}: {test}\n", adapter.name()).as_bytes());
+    let _ = std::io::stderr().write_all(format!("left out on {}: {part}{test}\n", adapter.name()).as_bytes());
 }
 
 /// A device with the default limits and, where the adapter has them, subgroup operations.

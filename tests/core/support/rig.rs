@@ -5,7 +5,8 @@ use paged_kv::reference::{
     CpuCache, DenseInputs, DenseOutput, Rows, append, block_copy, compare, dense_attention,
 };
 use paged_kv::{
-    CacheConfig, KvCache, KvFormat, KvPart, KvType, ModelShape, SplitConfig, StepBuilder, StepPlan, TableId,
+    ArenaLayout, CacheConfig, KvCache, KvFormat, KvPart, KvType, ModelShape, SplitConfig, StepBuilder,
+    StepPlan, TableId,
 };
 
 /// SplitMix64: small, seedable, the same everywhere.
@@ -303,16 +304,22 @@ impl Rig {
             let free: Vec<u32> = (0..layout.num_blocks()).filter(|&id| !held(id)).collect();
             for id in free {
                 for slot in (0..block.block_size()).filter(|&slot| !seen.contains(&(id, slot))) {
-                    for head in 0..block.num_kv_heads() {
-                        for (part, kv_type, words) in [
-                            (KvPart::K, block.k_type(), block.k_row_words()),
-                            (KvPart::V, block.v_type(), block.v_row_words()),
-                        ] {
-                            let start = layout.row_word(layer, part, id, head, slot) as usize;
-                            self.cpu.words_mut()[start..start + words as usize].fill(poison.word(kv_type));
-                        }
-                    }
+                    self.poison_slot(&layout, layer, (id, slot), poison);
                 }
+            }
+        }
+    }
+
+    /// Fills one slot of a layer, all heads.
+    fn poison_slot(&mut self, layout: &ArenaLayout, layer: u32, (id, slot): (u32, u32), poison: Poison) {
+        let block = layout.block_of(layer);
+        for head in 0..block.num_kv_heads() {
+            for (part, kv_type, words) in [
+                (KvPart::K, block.k_type(), block.k_row_words()),
+                (KvPart::V, block.v_type(), block.v_row_words()),
+            ] {
+                let start = layout.row_word(layer, part, id, head, slot) as usize;
+                self.cpu.words_mut()[start..start + words as usize].fill(poison.word(kv_type));
             }
         }
     }
@@ -330,16 +337,8 @@ impl Rig {
             }
         }
         for (id, &used) in (0..).zip(&used) {
-            for head in 0..block.num_kv_heads() {
-                for slot in used..block.block_size() {
-                    for (part, kv_type, words) in [
-                        (KvPart::K, block.k_type(), block.k_row_words()),
-                        (KvPart::V, block.v_type(), block.v_row_words()),
-                    ] {
-                        let start = layout.row_word(0, part, id, head, slot) as usize;
-                        self.cpu.words_mut()[start..start + words as usize].fill(poison.word(kv_type));
-                    }
-                }
+            for slot in used..block.block_size() {
+                self.poison_slot(&layout, 0, (id, slot), poison);
             }
         }
     }
